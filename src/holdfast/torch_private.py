@@ -160,10 +160,12 @@ def is_profiling() -> bool:
 
 
 def begin_event(name: str, inputs: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Begin an event of torch's profiler; any thread may call what is returned to end it."""
-    event = torch._C._profiler._RecordFunctionFast(name, list(inputs))
-    event.__enter__()
-    return functools.partial(event.__exit__, None, None, None)
+    """Begin an event of torch's profiler; any thread may call what is returned, once, to end it."""
+    event = torch.autograd._record_function_with_args_enter(name, *inputs)  # type: ignore[attr-defined]
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    # The profiler is in the state of the thread that began the event, and its callback carries that to where it ends.
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, ended)
+    return functools.partial(ended.set_result, None)
 
 
 def fake_tensors() -> AbstractContextManager[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -26,6 +27,15 @@ def write(folder, losses, *, failed_at=None, seed=0):
 @pytest.fixture
 def undisturbed(tmp_path):
     return write(tmp_path / "undisturbed", [0.95**step for step in range(STEPS)])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["report.json", "events.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, undisturbed, name):
+    (undisturbed / name).unlink()
+    os.mkfifo(undisturbed / name)
+    with pytest.raises(ConfigError, match=f"must hold report.json and events.jsonl .*: {name} is no file"):
+        cost_against(write(tmp_path / "run", [1.0] * STEPS), undisturbed)
 
 
 def test_a_run_that_is_thrown_back_costs_so_many_steps_however_late_that_is(tmp_path, undisturbed):

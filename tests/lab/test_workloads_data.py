@@ -200,6 +200,14 @@ def test_idx_keeps_every_byte(tmp_path, name):
     assert np.array_equal(read_idx(write_idx(tmp_path / name, array), dimensions=3), array)
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path):
+    for number in range(1, 6):
+        os.mkfifo(tmp_path / f"data_batch_{number}.bin")
+    with pytest.raises(holdfast.ConfigError, match=r"data_batch_1\.bin: it is no file"):
+        load_dataset("cifar10", tmp_path)
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     path = write_idx(tmp_path / "a.gz", np.zeros((2, 2), np.uint8), kind=13)
 

@@ -11,11 +11,7 @@ from collections import Counter
 
 from running import SCRIPT, Result, run
 
-_PROFILED = "torch's profiler takes one of four receives for a synchronous event"
-DIFFER = {
-    "test_send_recv_any_source_autograd_profiler": _PROFILED,
-    "test_send_recv_any_source_torch_profiler": _PROFILED,
-}
+DIFFER: dict[str, str] = {}
 """Tests that pass on Gloo and not here, over any fabric, and why."""
 
 

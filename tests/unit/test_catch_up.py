@@ -19,7 +19,7 @@ from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub, StateRequests, open_store
 from holdfast.membership.acts import encode_members
-from holdfast.membership.state_requests import StateRequest
+from holdfast.membership.state_requests import StateRequest, StreamSecrets
 from holdfast.membership.store import derive_key
 from holdfast.models.optimizers import options_of, set_options
 from holdfast.models.overlap import OverlapCost
@@ -27,7 +27,7 @@ from holdfast.models.training_state import clone
 from holdfast.state.admission import Admission
 from holdfast.state.catch_up import EarlyTransfer, Follower, can_catch_up, join_training, tensors_of
 from holdfast.state.live_bytes import LiveBytes
-from holdfast.state.stream_wire import receive_body, receive_header
+from holdfast.state.stream_wire import receive_body, receive_header, send_message
 from holdfast.state.streams import StateStream, StateStreams
 
 LIMIT_S = 30.0
@@ -175,14 +175,14 @@ def test_one_wrong_bit_in_a_gradient_gives_other_bits(monkeypatch):
 # -- a stream
 
 
-def proof_for(name):
+def key_for(name):
     return derive_key("a token", name)
 
 
-def with_proof(address):
-    """The address of a stream with what a newcomer that knows the token sends."""
+def with_key(address):
+    """The address of a stream with its key, as a newcomer has it that knows the token."""
     host, port, name = address.split(" ")
-    return f"{host} {port} {proof_for(name).hex()}"
+    return f"{host} {port} {key_for(name).hex()}"
 
 
 class Requests:
@@ -198,10 +198,10 @@ class Requests:
         return new
 
     def answer(self, _, address):
-        self.address = address and with_proof(address)
+        self.address = address and with_key(address)
 
-    def proof_for(self, name):
-        return proof_for(name)
+    def key_for(self, name):
+        return key_for(name)
 
     def dead(self):
         return self.known_dead
@@ -297,6 +297,29 @@ def test_a_stream_sends_nothing_without_the_proof(monkeypatch):
         assert here.follower.is_complete
 
 
+@pytest.mark.parametrize("change", [None, "another key", "a repeated header", "another header"])
+def test_a_newcomer_takes_headers_of_the_worker_that_it_asked_alone(change):
+    """A program that the newcomer reaches instead of that worker, or that alters what is sent."""
+    sender, newcomer = socket.socketpair()
+    with sender, newcomer:
+        secrets = StreamSecrets(key_for("another" if change == "another key" else "stream"))
+        send_message(sender, {"step": 5}, LiveBytes(()), secrets)
+        send_message(sender, {"step": 6}, LiveBytes(()), secrets)
+        sender.shutdown(socket.SHUT_WR)
+        sent = newcomer.recv(1000)
+    half = len(sent) // 2
+    told = {"a repeated header": sent[:half] * 2, "another header": sent.replace(b"6", b"7")}.get(change, sent)
+    giver, taker = socket.socketpair()
+    with giver, taker:
+        giver.sendall(told)
+        mine = StreamSecrets(key_for("stream"))
+        if change is None:
+            assert [receive_header(taker, mine) for _ in range(2)] == [{"step": 5}, {"step": 6}]
+            return
+        with pytest.raises(ConnectionError, match="changed on its way, or sent by another program"):
+            [receive_header(taker, mine) for _ in range(2)]
+
+
 def refuses(address):
     host, port, _ = address.split(" ")
     try:
@@ -334,17 +357,18 @@ def test_a_member_that_cannot_open_a_stream_says_so_and_trains_on(monkeypatch, c
 
 def test_what_waits_to_be_sent_is_counted_after_the_body():
     """While the large state is on its way, three steps follow."""
-    stream = StateStream("127.0.0.1", proof_for, 1 << 30)
+    stream = StateStream("127.0.0.1", key_for, 1 << 30)
     state = LiveBytes([torch.zeros(32 << 20, dtype=torch.uint8)])
     stream.send({"step": 5}, state)
-    host, port, proof = with_proof(stream.address).split(" ")
+    host, port, key = with_key(stream.address).split(" ")
+    secrets = StreamSecrets(bytes.fromhex(key))
     with socket.create_connection((host, int(port)), LIMIT_S) as connection:
-        connection.sendall(bytes.fromhex(proof))
-        assert receive_header(connection) == {"step": 5}
+        connection.sendall(secrets.proof)
+        assert receive_header(connection, secrets) == {"step": 5}
         for number in range(5, 8):
             stream.send({"step": number}, LiveBytes(()))
         receive_body(connection, [torch.empty(state.size_bytes, dtype=torch.uint8)])
-        said = [receive_header(connection) for _ in range(7)]
+        said = [receive_header(connection, secrets) for _ in range(7)]
     stream.hang_up()
 
     assert [header["behind"] for header in said if "behind" in header][::3] == [3, 0]
@@ -437,8 +461,8 @@ def test_a_newcomer_that_is_not_admitted_leaves_the_model_alone(monkeypatch, joi
 
 
 def test_a_newcomer_that_loses_the_store_while_it_catches_up_leaves_the_model_alone():
-    stream = StateStream("127.0.0.1", proof_for, 1 << 20)
-    answers = Answers((0,), with_proof(stream.address))
+    stream = StateStream("127.0.0.1", key_for, 1 << 20)
+    answers = Answers((0,), with_key(stream.address))
     answers.can_give = without_store
     _, catch_up = newcomer(answers)
     with pytest.raises(StoreLost):
@@ -482,8 +506,8 @@ def test_a_request_is_taken_once_by_the_member_that_is_asked_and_answered(stores
     mine.answer(StateRequest(newcomer=3, giver=2, loop=0, number=0), "too late")
     mine.answer(request, "127.0.0.1 7 name")
     thread.join(LIMIT_S)
-    assert answers == [f"127.0.0.1 7 {mine.proof_for('name').hex()}"]
-    assert mine.proof_for("name") != mine.proof_for("another")
+    assert answers == [f"127.0.0.1 7 {mine.key_for('name').hex()}"]
+    assert mine.key_for("name") != mine.key_for("another")
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,14 @@ def test_a_finished_run_has_the_numbers_of_its_report(tmp_path):
         run.act("stop", {})
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["report.json", "records-0.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_is_left_out(tmp_path, name):
+    """To open one would wait without end for a program that writes to it."""
+    os.mkfifo(tmp_path / name)
+    assert told_of(FollowedFolder(tmp_path, "out"))["run"]["script"] == "out"
+
+
 def test_a_growing_file_is_followed_half_lines_too(tmp_path):
     path, text = tmp_path / "events.jsonl", lines(a_kill())
     run = FollowedFolder(tmp_path, "out")

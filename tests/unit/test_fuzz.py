@@ -5,8 +5,10 @@ import warnings
 
 import pytest
 
-from fuzz.parsers import PARSERS
+from fuzz.found import FOUND
+from fuzz.parsers import all_parsers
 
+PARSERS = all_parsers()
 ROUNDS = 150
 INTERESTING = (
     b"",
@@ -49,6 +51,27 @@ def test_no_bytes_harm_a_parser(name):
             raise AssertionError(f"round {number}: {name} cannot read {data!r}") from error
 
 
-@pytest.mark.parametrize("name", ["manifest", "safetensors", "fault-plan", "scenario", "events"])
+@pytest.mark.parametrize("name", FOUND)
+def test_what_fuzzers_found_once_does_no_harm(name):
+    warnings.simplefilter("ignore")
+    for data in FOUND[name]:
+        PARSERS[name].read(data)
+
+
+RIGHT = (
+    "manifest",
+    "safetensors",
+    "fault-plan",
+    "scenario",
+    "events",
+    "report",
+    "skeleton",
+    "stream-state",
+    "injection",
+)
+RIGHT += ("npz", "torch-file", "hdf5", "trace", "hosts", "nodes", "environment", "request")
+
+
+@pytest.mark.parametrize("name", RIGHT)
 def test_what_the_fuzzers_begin_with_is_right(name):
     assert all(PARSERS[name].read(seed) for seed in PARSERS[name].seeds)

@@ -66,3 +66,40 @@ def test_a_second_job_at_the_same_place_is_refused_and_does_not_disturb_the_firs
             first.result()
         with pytest.raises(StoreLost):
             second.result()
+
+
+@pytest.mark.parametrize("kind", [JoinedGroup, SurvivingGroup])
+def test_a_token_that_all_have_is_used_and_not_sent(monkeypatch, group, kind):
+    monkeypatch.setattr(joining, "START_S", 20.0)
+    monkeypatch.setenv("HOLDFAST_TOKEN", "a token of all processes")
+    said = []
+    ranks = [dataclasses.replace(group, rank=rank, size=2) for rank in range(2)]
+    monkeypatch.setattr(joining, "_open_rendezvous", lambda its: Overheard(open_rendezvous(its), said))
+    with ThreadPoolExecutor(2) as pool:
+        joined = list(pool.map(kind, ranks))
+
+    assert [each.token for each in joined] == ["a token of all processes"] * 2
+    assert said
+    assert not any("a token of all" in value for value in said)
+    monkeypatch.delenv("HOLDFAST_TOKEN")
+    with pytest.raises(ConfigError, match="rank 0 has HOLDFAST_TOKEN in its environment, and this process has not"):
+        joined[1]._find()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(kind._leave, joined))
+
+
+open_rendezvous = joining._open_rendezvous
+
+
+class Overheard:
+    """The store of a rendezvous, and what is written to it."""
+
+    def __init__(self, store, said):
+        self._store, self._said = store, said
+
+    def set(self, key, value):
+        self._said.append(str(value))
+        self._store.set(key, value)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)

@@ -4,6 +4,8 @@ import ast
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 
-from holdfast.torch_private import TRIED, rebuild_reducer, untried
+from holdfast.torch_private import TRIED, begin_event, rebuild_reducer, untried
 
 SOURCE = Path(__file__).parents[2] / "src" / "holdfast"
 FILES = sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "torch_private.py"})
@@ -203,3 +205,17 @@ def test_a_reducer_is_replaced_in_the_middle_of_training_and_no_hook_of_the_old_
 
     assert counts[3:] == counts[:3], "each bucket is reduced once, as when the model was new"
     assert max(counts) > 1
+
+
+def test_an_event_of_the_profiler_ends_when_another_thread_ends_it():
+    profiler = torch.autograd.profiler
+    with profiler.profile(record_shapes=True) as profile, profiler.record_function("around"):
+        thread = threading.Thread(target=begin_event("holdfast:send", [torch.ones(3, 2)]))
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+    events = {event.name: event for event in profile.function_events}
+
+    assert events["holdfast:send"].is_async
+    assert events["holdfast:send"].input_shapes == [[3, 2]]
+    assert events["holdfast:send"].time_range.elapsed_us() < events["around"].time_range.elapsed_us() - 50_000

@@ -1,8 +1,9 @@
 """Joins the processes that another launcher started, such as torchrun, srun or mpirun: fail-stop.
 
 Rank 0 hosts the membership store, a :class:`~holdfast.membership.hub.Hub`. The others learn its address and token from a
-TCPStore of torch at the meeting place of the launcher, which is not needed afterwards. Each process holds a leased key
-for as long as it lives; it ends with the process's connection.
+TCPStore of torch at the meeting place of the launcher, which is not needed afterwards. A token that all processes have
+in ``HOLDFAST_TOKEN`` is used, and not sent. Each process holds a leased key for as long as it lives; it ends with the
+process's connection.
 
 No launcher of Holdfast is there to report a dead worker to the others, or to replace it. So when one fails, every other
 ends, too, with a non-zero exit code and a line that says why. A launcher that restarts all processes (torchrun) does so,
@@ -44,6 +45,7 @@ START_S = Phase.JOINING.value.fixed_s
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
 _RETRY_S = 0.1
+_GIVEN = "HOLDFAST_TOKEN"
 _LET_OTHERS_HEAR_S = 0.3
 """Time for the hub to tell the others which process failed first, before it ends with rank 0."""
 
@@ -169,12 +171,13 @@ class JoinedGroup:
 
     def _host(self) -> HubAddress | None:
         """Host the membership store, and publish where it is."""
-        host, token = self._own_address(), secrets.token_hex(16)
+        host, told = self._own_address(), self._token_to_tell()
+        token = self._token_of(told)
         self._hub = hub = Hub(token, host, lease_s=LEASE_S, ends_with_connection=True)
         os.register_at_fork(after_in_child=hub.forget)
         has_begun = self.group.has_store and _has_begun(self.group, self._rendezvous)
         published = HubAddress(hub.address, token, has_begun)
-        self._rendezvous.set(self._key("hub"), json.dumps([hub.address, token, has_begun]))
+        self._rendezvous.set(self._key("hub"), json.dumps([hub.address, told, has_begun]))
         return published
 
     def _own_address(self) -> str:
@@ -202,7 +205,22 @@ class JoinedGroup:
 
     def _find(self) -> HubAddress:
         """Return where the membership store is."""
-        return HubAddress(*json.loads(self._read("hub")))
+        address, told, has_begun = json.loads(self._read("hub"))
+        return HubAddress(address, self._token_of(told), has_begun)
+
+    @staticmethod
+    def _token_to_tell() -> str:
+        """Return a new token, for the store where all can read it; "" if all have one."""
+        return "" if os.environ.get(_GIVEN) else secrets.token_hex(16)
+
+    @staticmethod
+    def _token_of(told: str) -> str:
+        """Return the token that rank 0 uses; raise ``ConfigError`` if it has one that this process lacks."""
+        if token := told or os.environ.get(_GIVEN):
+            return token
+        raise ConfigError(
+            f"rank 0 has {_GIVEN} in its environment, and this process has not: set it to the same in all"
+        )
 
     def _read(self, name: str, rank: int = 0) -> bytes:
         """Return what a rank has published."""

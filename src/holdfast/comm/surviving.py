@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 import time
 
@@ -64,8 +63,8 @@ class SurvivingGroup(JoinedGroup):
         """Host one of the hubs, and publish where it is."""
         rank, address = self.group.rank, self._own_address()
         if rank == 0:
-            self._rendezvous.set(self._key("token"), secrets.token_hex(16))
-        token = self._read("token").decode()
+            self._rendezvous.set(self._key("token"), self._token_to_tell())
+        token = self._token_of(self._read("token").decode())
         self._hub = hub = Hub(
             token, address, lease_s=LEASE_S, ends_with_connection=True, places=None, place=self.group.rank
         )
@@ -80,7 +79,7 @@ class SurvivingGroup(JoinedGroup):
 
     def _find(self) -> HubAddress:
         """Return where the hubs are."""
-        return HubAddress(",".join(self._places()), self._read("token").decode(), has_begun=False)
+        return HubAddress(",".join(self._places()), self._token_of(self._read("token").decode()), has_begun=False)
 
     # -- liveness, in a thread
 

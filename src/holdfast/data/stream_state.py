@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.errors import CheckpointError
+
 _PLAIN = (bool, int, float, str)
 
 
@@ -20,8 +22,15 @@ def encode_state(state: Any) -> str | None:
 
 
 def decode_state(text: str) -> Any:
-    """Return the state that :func:`encode_state` encoded."""
-    return _read(json.loads(text))
+    """Return the state that :func:`encode_state` encoded.
+
+    Raises:
+        CheckpointError: if it is none: the checkpoint was altered.
+    """
+    try:
+        return _read(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, StopIteration) as error:
+        raise CheckpointError(f"the checkpoint holds no state of a stream: {error!r:.200}") from error
 
 
 def _said(value: Any) -> Any:

@@ -11,6 +11,7 @@ A newcomer meets no other rank: it waits until the seat of a failed rank is empt
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ _LOOK_EVERY_S = 0.05
 _PATIENCE_S = 2.0
 """A rendezvous that still waits this long after the death of a rank waits for that rank."""
 
+_LOOPBACK = ("127.0.0.1", "localhost")
 _hosted: list[Any] = []
 """The store that this process hosts in place of rank 0; other ranks need it as long as they make groups."""
 
@@ -49,12 +51,36 @@ def _watched(meet: Callable[..., Iterator[Any]], *, helps: bool) -> Callable[...
             _check_backend()
             yield _alone()
             return
+        hosted = _host_on_loopback() if helps else None
         its = meet(url, timeout=timeout, **kwargs)
         if helps:
             yield _first_of(its, timeout)
+        del hosted  # torch's own store keeps the server that it found
         yield from its
 
     return watched
+
+
+def _host_on_loopback() -> Any:
+    """In rank 0 of a job on one machine, host the store of the rendezvous on loopback, where torch finds and uses it.
+
+    Torch itself listens on all interfaces, and its store asks for no secret.
+
+    Returns:
+        The store, to be kept until torch has its own; None where torch hosts it, or says why it cannot.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("RANK") != "0" or address not in _LOOPBACK or not port.isdecimal():
+        return None
+    import torch.distributed as dist
+
+    try:
+        listener = socket.create_server((address, int(port)), backlog=socket.SOMAXCONN)
+    except (OSError, OverflowError):  # an earlier group of this process has it, or another program
+        return None
+    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch has no stubs for it
+    only_here: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+    return make(address, int(port), is_master=True, master_listen_fd=listener.detach(), **only_here)
 
 
 def _check_backend() -> None:

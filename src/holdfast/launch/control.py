@@ -160,6 +160,7 @@ def _read(about: Path) -> RunningJob | None:
         OSError,
         ValueError,
         TypeError,
+        RecursionError,
     ):  # the job has just ended, or another version of this program wrote the file
         return None
 

@@ -167,15 +167,16 @@ def serve(listener: socket.socket, ready: int, launcher: int) -> NoReturn:
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return a request and the descriptors of the starter's output; None if it is not for this server."""
+    if peer(connection)[1] != os.getuid():
+        return None
     connection.settimeout(_REQUEST_S)
     files: list[int] = []
     try:
         head, files, _, _ = socket.recv_fds(connection, 4, 3)
         with connection.makefile("rb") as stream:
             request = json.loads(stream.read(int.from_bytes(head, "big")))
-        asked_from = request.get("surroundings") if isinstance(request, dict) else None
-        is_ours = peer(connection)[1] == os.getuid() and asked_from == surroundings()
-    except (OSError, ValueError):  # the starter was killed
+        is_ours = isinstance(request, dict) and request.get("surroundings") == surroundings()
+    except (OSError, ValueError, RecursionError):  # the starter was killed
         is_ours = False
     connection.settimeout(None)
     if is_ours:

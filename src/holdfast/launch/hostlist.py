@@ -15,6 +15,7 @@ from holdfast.errors import ConfigError
 
 SLURM = "slurm"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -40,8 +41,8 @@ def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, 
     """
     if text == SLURM:
         hosts = _of_slurm(os.environ if env is None else env)
-    elif Path(text).is_file():
-        lines = (line.partition("#")[0].strip() for line in Path(text).read_text().splitlines())
+    elif _is_file(text):
+        lines = (line.partition("#")[0].strip() for line in Path(text).read_text(errors="replace").splitlines())
         hosts = [_host(re.sub(r"\s+slots\s*=\s*", ":", line)) for line in lines if line]
     elif "/" in text:
         _refuse(f"--hosts: there is no file {text}")
@@ -55,11 +56,18 @@ def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, 
     return tuple(hosts)
 
 
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # a list of many hosts is too long for the name of a file
+        return False
+
+
 def _host(word: str) -> Host:
     name, colon, slots = word.partition(":")
     if not _NAME.fullmatch(name):
         _refuse(f"--hosts must be HOST:WORKERS[,HOST:WORKERS...], a file of such lines, or {SLURM}; got {word!r}")
-    if colon and not (slots.isdecimal() and 1 <= int(slots) <= 1024):
+    if colon and not (_NUMBER.fullmatch(slots) and 1 <= int(slots) <= 1024):
         _refuse(f"--hosts: the number of workers of {name} must be from 1 to 1024, got {slots!r}")
     return Host(name, int(slots) if colon else 1)
 

@@ -22,6 +22,7 @@ from holdfast.launch.command_line import OPTIONS
 from holdfast.launch.job import Job, refuse
 from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
+from holdfast.membership.store import is_port
 from holdfast.report.formatting import count
 
 _RETRY_S = 0.5
@@ -336,7 +337,7 @@ def hub_places(url: str) -> tuple[str, ...]:
 def split_place(place: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``; raise a ConfigError if it has another form."""
     host, _, port = place.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not is_port(port):
         _refuse_url(place)
     return host.strip("[]"), int(port)
 

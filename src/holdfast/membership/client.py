@@ -20,6 +20,7 @@ from holdfast.membership.store import (
     beat_s,
     best_address,
     check_size,
+    is_port,
     patience_s,
     remove,
     search_s,
@@ -397,6 +398,6 @@ def _why(error: Exception) -> str:
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not is_port(port):
         raise ConfigError(f"the address of the store must be HOST:PORT, got {address!r}")
     return host.strip("[]"), int(port)

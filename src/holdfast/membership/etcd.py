@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import http.client
 import itertools
-import json
 import math
 import secrets
 import socket
@@ -29,6 +28,7 @@ from holdfast.membership.gateway import (
     EtcdUnavailable,
     decode,
     encode,
+    parse_object,
     sockets_of,
     under,
     wake,
@@ -274,7 +274,7 @@ class EtcdStore(Store):
                 connection.sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
             connection.sock.settimeout(None)
             while not self._lost and (line := response.readline()):
-                message = json.loads(line)
+                message = parse_object(line)
                 if "error" in message:
                     raise EtcdUnavailable(str(message["error"]))
                 yield message["result"]

@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.membership.store import is_port
 
 _PORT = 2379
 CONNECT_S = 1.0
@@ -31,7 +32,8 @@ class EtcdRefused(Exception):
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(str(error.get("message") or error.get("error") or error))
-        self.code = int(error.get("code") or error.get("grpc_code") or 0)
+        code = error.get("code") or error.get("grpc_code")
+        self.code = code if type(code) is int else 0
 
 
 class EtcdUnavailable(Exception):
@@ -82,7 +84,7 @@ class EtcdCluster:
         response = connection.getresponse()
         if response.status == http.HTTPStatus.OK:
             return response
-        refused = EtcdRefused(json.loads(response.read()))
+        refused = EtcdRefused(parse_object(response.read()))
         if self._user and (refused.code == _NOBODY or _OLD in str(refused)):  # or the member was restarted
             self.log_out()
             raise EtcdUnavailable(str(refused))
@@ -96,9 +98,8 @@ class EtcdCluster:
 
     def _log_in(self, connection: http.client.HTTPConnection) -> str:
         body = {"name": self._user, "password": self._password}
-        token: str = json.loads(self.request(connection, "auth/authenticate", body).read())["token"]
-        self._pass = token
-        return token
+        self._pass = str(parse_object(self.request(connection, "auth/authenticate", body).read())["token"])
+        return self._pass
 
 
 class EtcdConnection:
@@ -117,7 +118,7 @@ class EtcdConnection:
         try:
             if self._connection is None:
                 self._connection = self._cluster.connect(self._member)
-            answer: dict[str, Any] = json.loads(self._cluster.request(self._connection, path, body).read())
+            answer = parse_object(self._cluster.request(self._connection, path, body).read())
         except FAILURES as error:
             self.drop()
             self._cluster.give_up(self._member)
@@ -140,9 +141,20 @@ def _address(host: str) -> tuple[str, int]:
     name, colon, port = host.rpartition(":")
     if host.endswith("]") or not colon:
         name, port = host, str(_PORT)
-    if not name or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not name or not is_port(port):
         raise ConfigError(f"the store must be etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB, got {host!r} for HOST:PORT")
     return name.strip("[]"), int(port)
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return the object in an answer of etcd; raise ``ValueError`` if it is none."""
+    try:
+        answer = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("an answer of etcd is nested too deeply") from error
+    if type(answer) is not dict:
+        raise ValueError(f"an answer of etcd must be an object, got {answer!r:.80}")
+    return answer
 
 
 def under(prefix: str) -> dict[str, Any]:

@@ -14,7 +14,28 @@ import json
 from dataclasses import dataclass
 
 from holdfast.membership.acts import decode_members
+from holdfast.membership.keyed_hash import keyed_hash
 from holdfast.membership.store import Store
+
+
+class StreamSecrets:
+    """What both ends of one stream prove with; each end has its own.
+
+    Args:
+        key: Follows from the token and the name of the stream, and is never sent.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.proof = keyed_hash(key, b"proof of the newcomer")
+        """The first bytes on the connection, sent by the newcomer."""
+        self._key = keyed_hash(key, b"headers of the sender")
+        self._number = 0
+
+    def next_mac(self, header: bytes) -> bytes:
+        """Return the MAC of the next header."""
+        mac = keyed_hash(self._key, self._number.to_bytes(8, "big") + header)
+        self._number += 1
+        return mac
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +78,8 @@ class StateRequests:
         """Return the workers that are known to be dead; needs no message."""
         return set(map(int, self._store.under("dead/")))
 
-    def proof_for(self, stream: str) -> bytes:
-        """Return what proves to the sender of a stream that this worker knows the token; it is of use once."""
+    def key_for(self, stream: str) -> bytes:
+        """Return the key of a stream, which only programs that know the token can derive."""
         return self._store.key_for(f"stream of state {stream}")
 
     # -- a member
@@ -94,7 +115,7 @@ class StateRequests:
         return tuple(rank for rank in members if rank not in dead)
 
     def ask(self, request: StateRequest) -> str:
-        """Ask for the state; return host, port and proof with which it is to be had, "" if the member cannot send it.
+        """Ask for the state; return host, port and key with which it is to be had, "" if the member cannot send it.
 
         Raises:
             StoreLost: if the store is lost.
@@ -104,14 +125,14 @@ class StateRequests:
         def answered() -> str | None:
             number, address = json.loads(self._store.get(f"state-at/{self._rank}") or '[-1, ""]')
             if number == request.number:
-                return self._with_proof(str(address))
+                return self._with_key(str(address))
             return None if self.can_give(request) else ""
 
         return self._store.wait(answered) or ""
 
-    def _with_proof(self, address: str) -> str:
+    def _with_key(self, address: str) -> str:
         host, port, stream = address.split(" ")
-        return f"{host} {port} {self.proof_for(stream).hex()}"
+        return f"{host} {port} {self.key_for(stream).hex()}"
 
     def can_give(self, request: StateRequest) -> bool:
         """Return whether the member that was asked is alive, and the training loop goes on."""

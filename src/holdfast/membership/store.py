@@ -53,6 +53,11 @@ Listener = Callable[[str, str | None], None]
 key "" once the store is lost."""
 
 
+def is_port(text: str) -> bool:
+    """Return whether a text is the number of a port."""
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) < 65536
+
+
 def derive_key(token: str, purpose: str) -> bytes:
     """Return a key for one purpose; the token does not follow from it."""
     return keyed_hash(token.encode("utf-8", "surrogatepass"), purpose.encode())

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.monitor.feed import Refused
-from holdfast.monitor.log_lines import last_lines
+from holdfast.monitor.log_lines import last_lines, open_plain
 from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.beacon import Beacon
 from holdfast.records.files import parse_record
@@ -41,7 +41,7 @@ class GrowingFile:
         An incomplete line is left for the next call; a line that is no record is skipped.
         """
         try:
-            with self._path.open("rb") as file:
+            with open_plain(self._path) as file:
                 about = os.fstat(file.fileno())
                 is_other = self._inode not in (0, about.st_ino) or about.st_size < self._read_bytes
                 if is_other:
@@ -150,7 +150,8 @@ class FollowedFolder:
             at = path.stat().st_mtime_ns
             if at == self._report_at:
                 return
-            report = json.loads(path.read_text())
+            with open_plain(path) as file:
+                report = json.loads(file.read())
             if not isinstance(report, dict):
                 return
             self._begin()

@@ -1,14 +1,25 @@
-"""The last lines of a file that may be long and may grow."""
+"""The last lines of a file that may be long and may grow, and files that other programs may have replaced."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from holdfast.monitor.feed import Refused
 
 _MOST_BYTES = 1 << 18
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Return an open file; raise ``OSError`` if it is missing or no file: opening a pipe would wait without end."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return os.fdopen(number, "rb")
 
 
 def last_lines(path: Path, lines: int) -> list[str]:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.report.files import check_keys
 from holdfast.report.iteration_cost import iteration_cost, levels
 
 WINDOWS = (8, 16, 32, 64)
 """Window lengths for the mean loss, in steps; the first is used with which the loss falls by more than noise."""
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What a file that another program wrote may raise."""
 _ALIKE = ("seed", "slices", "steps_planned", "parameters")
 
 
@@ -26,20 +29,27 @@ def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], 
         ConfigError: if the folder holds no report, or the script did not log this metric.
     """
     try:
-        report = json.loads((directory / "report.json").read_text())
-        events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        report = json.loads(_text_of(directory / "report.json"))
+        check_keys(report, {"failures": list, **dict.fromkeys(_ALIKE, object)}, "report.json")
+        events = [json.loads(line) for line in _text_of(directory / "events.jsonl").splitlines()]
+        found = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
+        losses = [found[step] for step in sorted(found)]
+    except (OSError, ConfigError, *_MALFORMED) as error:
         why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
         raise ConfigError(
             f"{directory} must hold report.json and events.jsonl of a run (holdfast run --report {directory}): {why}"
         ) from error
-    found = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
-    losses = [found[step] for step in sorted(found)]
-    if not losses or any(loss is None for loss in losses):
+    if not losses or not all(type(loss) in (int, float) for loss in losses):
         raise ConfigError(
             f"the run in {directory} must have logged {metric} in every step, to be compared: step.log({metric}=...)"
         )
     return report, losses
+
+
+def _text_of(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path.name} is no file")  # a pipe would be waited for without end
+    return path.read_text()
 
 
 def cost_against(

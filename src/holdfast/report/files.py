@@ -129,10 +129,14 @@ def read_json(path: Path) -> Any:
     Raises:
         ConfigError: if it cannot be read.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} cannot be read: it is no file")
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read: its brackets are nested too deep") from error
 
 
 def _write(path: Path, text: str) -> None:

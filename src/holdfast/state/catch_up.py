@@ -21,7 +21,7 @@ from holdfast.comm.memory import as_bytes
 from holdfast.comm.waiting import waiting
 from holdfast.engine.context import JobContext
 from holdfast.errors import CheckpointError
-from holdfast.membership.state_requests import StateRequest
+from holdfast.membership.state_requests import StateRequest, StreamSecrets
 from holdfast.models.optimizers import set_options
 from holdfast.models.part import ModelPart
 from holdfast.models.trainable import Trainable
@@ -184,12 +184,13 @@ class Follower:
 
     Args:
         model: The replicated model with its optimizer; nothing else uses it until :attr:`is_running` is False.
-        address: Host and port of the stream, and the proof with which to begin.
+        address: Host, port and key of the stream.
     """
 
     def __init__(self, model: ModelPart, address: str) -> None:
         self._model = model
-        self._address = address
+        self._host, self._port, key = address.split(" ")
+        self._secrets = StreamSecrets(bytes.fromhex(key))
         self._socket: socket.socket | None = None
         self._is_stopped = False
         self._news = threading.Event()
@@ -246,17 +247,16 @@ class Follower:
             self._news.set()
 
     def _connected(self) -> socket.socket:
-        host, port, proof = self._address.split(" ")
-        connection = socket.create_connection((host, int(port)), _CONNECT_S)
+        connection = socket.create_connection((self._host, int(self._port)), _CONNECT_S)
         connection.settimeout(None)  # a step may take long; :meth:`stop` ends the wait
         self._socket = connection
         if self._is_stopped:
             hang_up(connection)
-        connection.sendall(bytes.fromhex(proof))
+        connection.sendall(self._secrets.proof)
         return connection
 
     def _load(self, connection: socket.socket) -> None:
-        header = receive_header(connection)
+        header = receive_header(connection, self._secrets)
         tensors, packed = room_for(header["state"])
         receive_body(connection, packed.pieces)
         packed.unpack()
@@ -267,7 +267,7 @@ class Follower:
 
     def _repeat(self, connection: socket.socket) -> bool:
         """Repeat the next step; return False if there is none, because this newcomer is being admitted."""
-        header = receive_header(connection)
+        header = receive_header(connection, self._secrets)
         if "end" in header:
             return False
         results = [as_bytes(result) for result in self._results]
@@ -285,7 +285,7 @@ class Follower:
 
     def _note(self, connection: socket.socket) -> None:
         """Read what follows each body, the number of messages that waited then; more may have come since."""
-        if not receive_header(connection)["behind"] and not has_more(connection):
+        if not receive_header(connection, self._secrets)["behind"] and not has_more(connection):
             self.is_current = True
             self._news.set()
 

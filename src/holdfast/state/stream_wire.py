@@ -1,10 +1,13 @@
-"""Messages of a stream of state over a TCP connection: a header as JSON, and the bytes of tensors.
+"""Messages of a stream of state over a TCP connection: a header as JSON with its MAC, and the bytes of tensors.
 
-The bytes carry no digests: when a newcomer is admitted, everything that it has is compared with the state of the members.
+A connection begins with a proof that the newcomer knows the token. The MACs prove the same of the sender, and that no
+header was changed, repeated or left out. The bytes of tensors carry no digests: when a newcomer is admitted, everything
+that it has is compared with the state of the members.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import select
 import socket
@@ -14,33 +17,36 @@ from typing import Any
 
 import torch
 
+from holdfast.membership.state_requests import StreamSecrets
 from holdfast.state.live_bytes import LiveBytes
 
-PROOF_BYTES = 32
-"""A connection begins with a proof that the newcomer knows the token: a key derived from it and the name of the stream."""
+_MAC_BYTES = 32
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
 """Bytes that are copied and sent at a time: few enough to stay in the cache."""
 _MOST_HEADER_BYTES = 1 << 28
 
 
-def send_message(connection: socket.socket, header: dict[str, Any], body: LiveBytes) -> None:
+def send_message(connection: socket.socket, header: dict[str, Any], body: LiveBytes, secrets: StreamSecrets) -> None:
     """Send a message; raise ``OSError`` if the connection has ended."""
     said = json.dumps(header).encode()
-    connection.sendall(_LENGTH.pack(len(said)) + said)
+    connection.sendall(_LENGTH.pack(len(said)) + said + secrets.next_mac(said))
     room = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
     view: Any = room.numpy()
     while count := body.take(room):
         connection.sendall(view[:count])
 
 
-def receive_header(connection: socket.socket) -> dict[str, Any]:
+def receive_header(connection: socket.socket, secrets: StreamSecrets) -> dict[str, Any]:
     """Return the header of the next message; raise ``OSError`` if the connection has ended, or this is no stream of state."""
     (length,) = _LENGTH.unpack(_receive(connection, bytearray(_LENGTH.size)))
     if length > _MOST_HEADER_BYTES:
         raise ConnectionError(f"a header of {length} bytes is not one of a stream of state")
+    said = bytes(_receive(connection, bytearray(length)))
+    if not hmac.compare_digest(bytes(_receive(connection, bytearray(_MAC_BYTES))), secrets.next_mac(said)):
+        raise ConnectionError("a header of a stream of state was changed on its way, or sent by another program")
     try:
-        header = json.loads(_receive(connection, bytearray(length)))
+        header = json.loads(said)
     except (ValueError, RecursionError) as error:
         raise ConnectionError(f"a header of a stream of state is not JSON: {error}") from error
     if type(header) is not dict:

@@ -23,15 +23,17 @@ from typing import Any
 from holdfast.comm.memory import as_bytes
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import JobContext
-from holdfast.membership.state_requests import StateRequest
+from holdfast.membership.state_requests import StateRequest, StreamSecrets
 from holdfast.models.optimizers import options_of
 from holdfast.models.part import ModelPart
 from holdfast.state.live_bytes import LiveBytes
-from holdfast.state.stream_wire import PROOF_BYTES, hang_up, send_message
+from holdfast.state.stream_wire import hang_up, send_message
 from holdfast.state.transfer import pack_state
 
 _CONNECT_S = 30.0
 """Time within which a newcomer must open the stream that it asked for, and take each megabyte of it."""
+_PROVE_S = 5.0
+"""Time within which a connection must begin with the proof; the newcomer sends it at once."""
 _END_S = 5.0
 _MOST_WAITING = 4.0
 """A newcomer for which more than this many times the state waits is too slow to catch up."""
@@ -74,7 +76,7 @@ class StateStreams:
         if job.settings.update == "eager":
             state.settle()  # buckets are updated before the step is committed
         try:
-            stream = StateStream(requests.own_address, requests.proof_for, round(_MOST_WAITING * state.size_bytes))
+            stream = StateStream(requests.own_address, requests.key_for, round(_MOST_WAITING * state.size_bytes))
         except (OSError, RuntimeError):  # no port, file or thread is left: another member may send
             requests.answer(request, "")
             return
@@ -117,11 +119,11 @@ class StateStream:
 
     Args:
         host: Address at which the newcomer reaches this worker.
-        proof_for: Returns what the newcomer sends first, for the name of the stream.
+        key_for: Returns the key of a stream, for its name.
         most_bytes: The stream ends when more than this waits to be sent.
     """
 
-    def __init__(self, host: str, proof_for: Callable[[str], bytes], most_bytes: int) -> None:
+    def __init__(self, host: str, key_for: Callable[[str], bytes], most_bytes: int) -> None:
         self.is_over = False
         self._most_bytes = most_bytes
         self._handed_bytes = self._sent_bytes = 0  # each written by one thread only
@@ -130,7 +132,7 @@ class StateStream:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family)
         name = secrets.token_hex(16)
-        self._proof = proof_for(name)
+        self._secrets = StreamSecrets(key_for(name))
         self.address = f"{host} {self._socket.getsockname()[1]} {name}"
         """What the newcomer needs to connect, besides the token: host, port and the name of the stream, which is no secret."""
         self._thread = threading.Thread(target=self._run, name="holdfast-state", daemon=True)
@@ -174,9 +176,10 @@ class StateStream:
             ):  # a newcomer that ends tells its launcher
                 while (message := self._messages.get()) is not None and not self.is_over:
                     header, body = message
-                    send_message(connection, header, body)
+                    send_message(connection, header, body, self._secrets)
                     self._sent_bytes += body.size_bytes
-                    send_message(connection, {"behind": self._messages.qsize()}, LiveBytes(()))  # since the body began
+                    behind = {"behind": self._messages.qsize()}  # since the body began
+                    send_message(connection, behind, LiveBytes(()), self._secrets)
         finally:
             self.is_over = True
 
@@ -188,6 +191,7 @@ class StateStream:
             while not self._knows_token(connection):
                 connection.close()
                 connection, _ = listener.accept()
+        connection.settimeout(_CONNECT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the newcomer waits for what follows a body
         self._socket = connection
         if self.is_over:
@@ -195,9 +199,9 @@ class StateStream:
         return connection
 
     def _knows_token(self, connection: socket.socket) -> bool:
-        connection.settimeout(_CONNECT_S)
+        connection.settimeout(_PROVE_S)
         try:
-            said = connection.recv(PROOF_BYTES, socket.MSG_WAITALL)
+            said = connection.recv(len(self._secrets.proof), socket.MSG_WAITALL)
         except OSError:
             return False
-        return hmac.compare_digest(said, self._proof)
+        return hmac.compare_digest(said, self._secrets.proof)

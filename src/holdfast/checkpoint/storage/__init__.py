@@ -23,7 +23,7 @@ from typing import Protocol
 
 from holdfast.errors import ConfigError
 
-_STEP = re.compile(r"step-([0-9]{8,})")
+_STEP = re.compile(r"step-([0-9]{8,19})")
 
 
 class StorageReader(Protocol):

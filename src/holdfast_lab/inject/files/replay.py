@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.errors import ConfigError
 from holdfast.faults.alteration import ValueChange, ValuePosition, Values
 from holdfast.faults.formats import FORMATS
 from holdfast.faults.reading import check_keys, refuse
@@ -317,5 +318,7 @@ def _read_json(what: str, text: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         refuse(f"{what} is not JSON: {error}")

@@ -12,12 +12,14 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.logs.options import UNITS, LogOptions
 from holdfast_lab.simulate.units import parse_seconds
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}|\d{1,2}/\d{1,2}/\d{4}")
 _OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?")
 _SLASHED = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})(?:[ T,]+(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d+)?))?)?")
 _ELAPSED = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2}(?:\.\d+)?)")
 """As Slurm writes a duration: ``[DAYS-]HOURS:MINUTES:SECONDS``."""
+_LONGEST_DURATION = 64
+"""Characters; to look for units in a long row of digits takes long."""
 _UNIT_NAMES = {
     **{unit: unit for unit in UNITS},
     **dict.fromkeys(("msec", "millis", "milliseconds", "millisecond"), "ms"),
@@ -155,6 +157,8 @@ def _iso(cell: str) -> float | None:
 
 
 def _duration(cell: str) -> float | None:
+    if len(cell) > _LONGEST_DURATION:
+        return None
     if part := _ELAPSED.fullmatch(cell):
         return int(part[1] or 0) * 86_400 + int(part[2]) * 3600 + int(part[3]) * 60 + float(part[4])
     if not cell or is_number(cell):

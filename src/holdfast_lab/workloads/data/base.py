@@ -117,6 +117,8 @@ def opened(path: Path, where: str = "") -> Iterator[IO[bytes]]:
     Raises:
         ConfigError: if it is missing, truncated, or of another type than its name says.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot read {path}: it is no file")  # a pipe would be waited for without end
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield cast("IO[bytes]", file)

@@ -61,6 +61,8 @@ class ImageFiles(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def _image(self, path: Path) -> torch.Tensor:
         from PIL import Image, ImageOps
 
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"cannot decode {path}: it is no file")
         try:
             with Image.open(path) as file:
                 square = ImageOps.fit(file.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR, _BORDER)

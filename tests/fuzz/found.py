@@ -1,0 +1,36 @@
+"""What fuzzers found once, by parser: inputs that ended in a traceback, or took long. Each must do no harm any more."""
+
+import json
+
+DIGITS = b"9" * 5000
+"""More than Python converts to a number."""
+NESTED = b"[" * 100_000
+
+
+def _answer(status: str, body: bytes) -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+FOUND = {
+    "addresses": (b"step-" + DIGITS, b"a:" + DIGITS, "a:\u00b2".encode()),
+    "hosts": (b"n\xde0:8", b"a:" + DIGITS, ",".join(f"node{number:03}:8" for number in range(100)).encode()),
+    "etcd": (
+        _answer("200 OK", b"[]"),
+        _answer("200 OK", NESTED),
+        _answer("400 Bad Request", b"7"),
+        _answer("400 Bad Request", b'{"code": "five"}'),
+    ),
+    "report": (
+        NESTED,
+        b"[]",
+        json.dumps({"failures": [], "seed": 0, "slices": 1, "steps_planned": 3, "parameters": 2}).encode(),
+    ),
+    "stream-state": (
+        b"",
+        b"{}",
+        b'{"array": "00", "dtype": "O", "shape": [1]}',
+        b'{"tensor": "00", "dtype": "save", "shape": []}',
+    ),
+    "injection": (b'{"schema": ' + DIGITS + b"}",),
+    "log": (b"time node event\n" + (DIGITS * 3 + b" n failed\n") * 40,),
+}

@@ -1,0 +1,50 @@
+"""The store of torch's rendezvous, which asks for no secret: in a job on one machine it listens on loopback alone."""
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from holdfast.distributed import rendezvous
+
+LISTENS = "0A"
+
+
+def listens_at(port):
+    """The addresses at which something listens on a port, as the kernel writes them."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    ends = [words[1].split(":") for words in lines if words[3] == LISTENS]
+    return {host for host, at in ends if int(at, 16) == port}
+
+
+@pytest.fixture
+def place(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
+        monkeypatch.setenv(name, value)
+    return port
+
+
+def test_torch_uses_the_store_that_listens_on_loopback(place):
+    hosted = rendezvous._host_on_loopback()
+    its = dist.TCPStore("127.0.0.1", place, 1, True, timedelta(seconds=20), multi_tenant=True)
+    del hosted
+    its.set("key", "value")
+
+    other = dist.TCPStore("127.0.0.1", place, is_master=False, wait_for_workers=False)
+    assert other.get("key") == b"value"
+    assert listens_at(place) == {"0100007F"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "1"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "no port")])
+def test_torch_hosts_its_store_itself_everywhere_else(place, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert rendezvous._host_on_loopback() is None
+
+
+def test_a_port_that_is_taken_is_left_to_torch_which_says_so(place):
+    with socket.create_server(("127.0.0.1", place)):
+        assert rendezvous._host_on_loopback() is None
