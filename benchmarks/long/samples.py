@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from long.job import SURVIVOR, LongJob
-
-from holdfast.errors import StoreLost
-from holdfast.launch.processes import children_of
+from holdfast.launch.processes import children_of, name_of
 from holdfast.membership import Store, open_store
+from long.job import SURVIVOR, LongJob
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -46,7 +44,11 @@ def usage(pid: int) -> Usage | None:
 
 
 class Sampler:
-    """Samples a job; its store is read through a client of its own."""
+    """Samples a job; its store is read through a client of its own.
+
+    Args:
+        job: The job, which trains.
+    """
 
     def __init__(self, job: LongJob) -> None:
         self._job = job
@@ -59,48 +61,41 @@ class Sampler:
             self._store.close()
 
     def take(self) -> dict[str, Any]:
-        """Return a sample: quantities by name, of processes as ``KIND QUANTITY``, and the ages of the workers."""
-        step, training = self._job.step(), self._job.training()
-        found: dict[str, Any] = {"step": step, "workers": len(training)}
+        """Return the quantities by name; those of a process as ``KIND QUANTITY``."""
+        found: dict[str, Any] = {"step": self._job.step(), "workers": len(self._job.training())}
         for kind, pid in self._processes():
             if (used := usage(pid)) is not None:
                 found |= {f"{kind} {name}": getattr(used, name) for name in Usage.__slots__}
-        found["all pss"] = sum(used.pss for pid in self._tree() if (used := usage(pid)) is not None)
-        found["processes"] = sum(1 for _ in self._tree())
-        found["store keys"] = 0 if self._store is None else len(self._store.under(""))
-        found["run files"], found["run bytes"] = _size(self._job.run_dir)
+        tree = [used for pid in self._tree() if (used := usage(pid)) is not None]
+        found |= {"all pss": sum(used.pss for used in tree), "processes": len(tree)}
+        if self._store is not None:
+            found["store keys"] = len(self._store.under(""))
+        found["run files"], found["run bytes"] = _size([self._job.run_dir])
+        found["shm files"], _ = _size(Path("/dev/shm").glob(f"holdfast-{self._job.process.pid}-*"))
         return found
 
     def _processes(self) -> Iterator[tuple[str, int]]:
+        """Yield the processes that are sampled, each with its kind."""
         launcher = self._job.process.pid
         yield "launcher", launcher
         for pid in children_of(launcher):
-            if b"fork_server" in _command(pid):
-                yield "fork server", pid
-        pair = self._job.pair(SURVIVOR)
-        if pair is not None:
+            kind = "fork server" if b"fork_server" in _command(pid) else "mpirun" if name_of(pid) == "prterun" else ""
+            if kind or name_of(pid) == "mpirun":
+                yield kind or "mpirun", pid
+        if (pair := self._job.pair(SURVIVOR)) is not None:
             yield "survivor", pair.worker.pid
             yield "watcher", pair.watcher.pid
         newest = max(self._job.training(), default=SURVIVOR)
-        pair = self._job.pair(newest)
-        if newest != SURVIVOR and pair is not None:
+        if newest >= self._job.num_first and (pair := self._job.pair(newest)) is not None:
             yield "newcomer", pair.worker.pid
 
     def _tree(self) -> Iterator[int]:
+        """Yield the launcher and all processes below it."""
         waiting = [self._job.process.pid]
         while waiting:
             pid = waiting.pop()
             yield pid
             waiting += children_of(pid)
-
-
-def keys_by_kind(store: Store) -> dict[str, int]:
-    """Return how many keys a store has, by their names with numbers left out."""
-    counts: dict[str, int] = {}
-    for key in store.under(""):
-        kind = "/".join("N" if part.isdecimal() else part for part in key.split("/"))
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
 
 
 def _command(pid: int) -> bytes:
@@ -110,14 +105,11 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def _size(folder: Path) -> tuple[int, int]:
-    """Return the number of files below a folder, and their bytes."""
+def _size(folders: Iterable[Path]) -> tuple[int, int]:
+    """Return the number of files below folders, and their bytes."""
     files = total = 0
-    for path in folder.rglob("*"):
+    for path in (path for folder in folders for path in folder.rglob("*")):
         with contextlib.suppress(OSError):
             about = path.stat()
             files, total = files + 1, total + about.st_size
     return files, total
-
-
-__all__ = ["Sampler", "StoreLost", "Usage", "keys_by_kind", "usage"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.records.paths import event_files, events_path
 from holdfast.report.iteration_cost import iteration_cost, levels
 
 WINDOWS = (8, 16, 32, 64)
@@ -27,7 +28,8 @@ def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], 
     """
     try:
         report = json.loads((directory / "report.json").read_text())
-        events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+        files = event_files(directory) or [events_path(directory)]
+        events = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
         raise ConfigError(
