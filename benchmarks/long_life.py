@@ -48,7 +48,6 @@ WARM = 2
 """Samples of each life that are left out."""
 UNSETTLED_STEPS = 20
 EVENTS_MAX = "8MiB"
-PROCESSES = ("launcher", "fork server", "survivor", "watcher", "newcomer")
 UNITS = {"rss": ("MiB", 1 << 20), "pss": ("MiB", 1 << 20), "bytes": ("MiB", 1 << 20)}
 GROWING = ("store keys", "run files", "run bytes")
 """Quantities that grow with the run: what they grow by is given, not a trend."""

@@ -13,15 +13,15 @@ from holdfast.launch.processes import children_of, name_of
 from holdfast.membership import Store, open_store
 from long.job import SURVIVOR, LongJob
 
+_SHM = Path("/dev/shm")  # noqa: S108 - only read
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process uses: resident and proportional memory in bytes, file descriptors, threads, memory mappings."""
+    """What a process uses: resident memory in bytes, file descriptors, threads, memory mappings."""
 
     rss: int
-    pss: int
     files: int
     threads: int
     maps: int
@@ -31,16 +31,23 @@ def usage(pid: int) -> Usage | None:
     """Return what a process uses; None if it has ended."""
     proc = Path("/proc", str(pid))
     try:
-        rollup = dict(line.split(":", 1) for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
         return Usage(
             rss=int((proc / "statm").read_text().split()[1]) * _PAGE_BYTES,
-            pss=int(rollup["Pss"].split()[0]) * 1024,
             files=len(os.listdir(proc / "fd")),
             threads=len(os.listdir(proc / "task")),
             maps=(proc / "maps").read_bytes().count(b"\n"),
         )
-    except (OSError, KeyError, IndexError):
+    except (OSError, IndexError):
         return None
+
+
+def proportional(pid: int) -> int:
+    """Return the memory of a process in bytes, of each page its share; 0 if it has ended."""
+    try:
+        lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 class Sampler:
@@ -66,12 +73,12 @@ class Sampler:
         for kind, pid in self._processes():
             if (used := usage(pid)) is not None:
                 found |= {f"{kind} {name}": getattr(used, name) for name in Usage.__slots__}
-        tree = [used for pid in self._tree() if (used := usage(pid)) is not None]
-        found |= {"all pss": sum(used.pss for used in tree), "processes": len(tree)}
+        tree = list(self._tree())
+        found |= {"all pss": sum(map(proportional, tree)), "processes": len(tree)}
         if self._store is not None:
             found["store keys"] = len(self._store.under(""))
         found["run files"], found["run bytes"] = _size([self._job.run_dir])
-        found["shm files"], _ = _size(Path("/dev/shm").glob(f"holdfast-{self._job.process.pid}-*"))
+        found["shm files"], _ = _size(_SHM.glob(f"holdfast-{self._job.process.pid}-*"))
         return found
 
     def _processes(self) -> Iterator[tuple[str, int]]:

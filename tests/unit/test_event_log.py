@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -14,8 +13,9 @@ import pytest
 
 from holdfast.debug.bundle import BundleSource, write_bundle
 from holdfast.errors import ConfigError
+from holdfast.launch.sizes import size_in_bytes
 from holdfast.monitor.followed import FollowedFolder, GrowingEvents
-from holdfast.records.event_log import EventLog, size_in_bytes
+from holdfast.records.event_log import EventLog
 from holdfast.records.files import load_events
 from holdfast.records.paths import event_files, events_path
 from holdfast.records.types import StepCommitted
@@ -40,11 +40,11 @@ def names(folder):
 
 def test_a_full_file_gets_a_number_and_all_readers_read_all_of_them_in_order(tmp_path):
     log = written(tmp_path, range(100), 4000)
+    assert log.is_final()
     log.close()
 
     assert names(tmp_path)[:2] == ["events-000001.jsonl", "events-000002.jsonl"]
     assert names(tmp_path)[-1] == "events.jsonl"
-    assert log.is_final is False, "it was closed"
     assert all(4000 <= path.stat().st_size < 4400 for path in event_files(tmp_path)[:-1])
     assert [record.step for record in load_events(tmp_path)] == list(range(100))
     in_order = [json.loads(line)["step"] for path in event_files(tmp_path) for line in path.read_text().splitlines()]
@@ -76,26 +76,25 @@ def test_a_new_run_replaces_all_files_of_an_earlier_one_and_never_those_of_a_run
 
     assert [record.step for record in load_events(tmp_path)] == [0, 1, 2]
     assert not (tmp_path / "report.json").exists()
-    assert other.is_final, "the records of a job with two launchers are written by one of them"
+    assert other.is_final(), "the records of a job with two launchers are written by one of them"
     running.close()
-    assert not other.is_final, "that one is gone, so the other one writes all records at the end"
+    assert not other.is_final(), "that one is gone, so the other one writes all records at the end"
     other.close()
 
 
 def test_where_no_new_file_can_be_begun_the_full_one_is_continued(tmp_path):
-    events_path(tmp_path, 1).mkdir()
-
     log = EventLog(tmp_path, 1000)
-    events_path(tmp_path).parent.mkdir(exist_ok=True)
-    log._has_begun, log._lock = True, os.open(tmp_path, os.O_RDONLY)
-    from holdfast.records.files import FileRecorder
-
-    log._file = FileRecorder(events_path(tmp_path))
-    for number in range(20):
+    log.write(step(0))
+    (events_path(tmp_path, 2) / "in the way").mkdir(parents=True)
+    for number in range(1, 40):
         log.write(step(number))
     log.close()
 
-    assert len(events_path(tmp_path).read_text().splitlines()) == 20
+    assert (
+        len(events_path(tmp_path, 1).read_text().splitlines()) + len(events_path(tmp_path).read_text().splitlines())
+        == 40
+    )
+    assert events_path(tmp_path).stat().st_size > 2000
 
 
 def test_a_reader_that_follows_gets_each_record_once_whatever_happens_between_two_looks(tmp_path):

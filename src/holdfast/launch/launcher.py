@@ -33,9 +33,10 @@ from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
+from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure
 from holdfast.loggers.leftovers import Leftovers
-from holdfast.records.event_log import EventLog, size_in_bytes
+from holdfast.records.event_log import EventLog
 from holdfast.records.files import read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted, RunStarted
@@ -443,7 +444,7 @@ class Launcher:
             wall_s=wall_s,
             sinks=self._close_sinks(wall_s, self._stopping.patience_s()),
             facts=self._provenance,
-            has_events=self._run.events is not None and self._run.events.is_final,
+            has_events=self._run.events is not None and self._run.events.is_final(),
         )
         if unwritten:
             exit_code = exit_code or 1

@@ -247,7 +247,7 @@ class HubStore(Store):
 
     def _take_greeting(self, message: dict[str, Any]) -> None:
         self._route = message.get("address", "")
-        self._decides_once = message.get("decides_once", True)
+        self._decides_once = bool(message.get("decides_once", True))
         if beat_s(message["lease_s"]) != self._beat_s:
             self._keep_time(message["lease_s"])
 

@@ -20,27 +20,8 @@ from holdfast.records.files import FileRecorder
 from holdfast.records.paths import event_files, events_path
 from holdfast.records.types import Record
 
-NEVER = "off"
 _MODE = 0o666
 """Permissions of a report, before the umask, as those of its other files."""
-_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9} | {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-def size_in_bytes(text: str) -> int:
-    """Return the size after which a file is full, as ``--events-max`` gives it; 0: never.
-
-    Raises:
-        ConfigError: if it is not ``off``, or a whole number above 0 with a unit.
-    """
-    if text == NEVER:
-        return 0
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    number = text.removesuffix(unit)
-    if not (unit and number.isascii() and number.isdecimal() and int(number)):
-        raise ConfigError(
-            f"--events-max must be {NEVER}, or a whole number above 0 with one of {', '.join(_UNITS)}, got {text!r}"
-        )
-    return int(number) * _UNITS[unit]
 
 
 class EventLog:
@@ -60,9 +41,8 @@ class EventLog:
         self._file: FileRecorder | None = None
         self._has_begun = self._is_incomplete = False
 
-    @property
     def is_final(self) -> bool:
-        """Whether the files stay as they are at the end: they hold all records in several files, or are another launcher's."""
+        """Return whether the files stay as they are: they hold all records in several files, or are another launcher's."""
         if self._lock is None:
             return self._has_begun and self._is_elsewhere()
         return self._num_full > 0 and not self._is_incomplete

@@ -16,13 +16,10 @@ def events_path(report_dir: Path, number: int = 0) -> Path:
 
 
 def event_files(report_dir: Path) -> list[Path]:
-    """Return the files of the records in a report directory, oldest first; none if it has none.
-
-    Read again if one is missing: the newest was then renamed in the meantime.
-    """
-    numbered = {int(path.stem[7:]): path for path in report_dir.glob("events-*.jsonl") if path.stem[7:].isdecimal()}
-    newest = events_path(report_dir)
-    return [numbered[number] for number in sorted(numbered)] + ([newest] if newest.is_file() else [])
+    """Return the files of the records in a report directory, oldest first; none if it has none."""
+    found = {int(path.stem[7:]): path for path in report_dir.glob("events-*.jsonl") if path.stem[7:].isdecimal()}
+    in_order = [*(found[number] for number in sorted(found)), events_path(report_dir)]
+    return [path for path in in_order if path.is_file()]
 
 
 def beacon_path(run_dir: Path, rank: int) -> Path:
