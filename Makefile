@@ -40,7 +40,7 @@ LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 opentelemetry
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations torch-suite nightly ray loggers browser pictures check fuzz golden chaos chaos-20 proof bench bench-sinks bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite nightly ray loggers browser pictures check fuzz golden chaos chaos-20 long-life proof bench bench-sinks bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ golden: $(READY)  ## What runs, files and commands give, against the kept record
 
 chaos: $(READY)  ## The long random campaigns: hours
 	$(PY) -m pytest -m soak
+
+long-life: $(READY)  ## 100,000 steps and a death every 1,000: what grows? A quarter of an hour; FABRIC=ulfm STEPS=20000
+	$(PY) benchmarks/long_life.py --fabric $(or $(FABRIC),gloo) --steps $(or $(STEPS),100000)
 
 chaos-20: $(READY)  ## Twenty minutes of random faults over both fabrics
 	$(PY) tests/support/soak.py --minutes 20

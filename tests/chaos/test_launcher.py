@@ -23,6 +23,9 @@ from holdfast.config import Settings
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
 from holdfast.launch.processes import children_of, name_of
+from holdfast.records.files import load_events
+from holdfast.records.paths import event_files
+from holdfast.records.types import Finished, StepCommitted
 from holdfast.temporary import MARKER
 
 FAKE = Path(__file__).with_name("fake_training.py")
@@ -110,9 +113,16 @@ def test_a_job_without_failures_is_done(shell, tmp_path):
 
 
 def test_survivors_of_a_kill_go_on_and_the_plan_can_be_replayed(shell, tmp_path):
-    done = shell.run("-n", 3, "--inject", "kill:rank=1,step=3", "--report", tmp_path / "out")
+    out = tmp_path / "out"
+    done = shell.run("-n", 3, "--inject", "kill:rank=1,step=3", "--report", out, "--events-max", "1kB")
 
     assert done.code == 0, done.err
+    records = load_events(out)
+    assert len(event_files(out)) > 3
+    assert all(path.stat().st_size >= 1000 for path in event_files(out)[:-1])
+    assert len({repr(record) for record in records}) == len(records), "each record is there once"
+    assert {r.step for r in records if isinstance(r, StepCommitted)} == set(range(report(out)["steps"]))
+    assert {r.rank for r in records if isinstance(r, Finished)} == {0, 2}
     (failure,) = report(tmp_path / "out")["failures"]
     assert (failure["rank"], failure["step"], failure["injected"]) == (1, 3, True)
     assert report(tmp_path / "out")["restarts"] == 0

@@ -19,7 +19,8 @@ from train_saving import Training, undisturbed
 from holdfast.checkpoint import steps, verify
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.records.files import load_events, read_run
-from holdfast.records.types import Finished, WorkerEnded
+from holdfast.records.paths import event_files
+from holdfast.records.types import Finished, StepCommitted, WorkerEnded
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 
@@ -157,8 +158,13 @@ def test_workers_whose_launcher_dies_save_and_end_and_nothing_is_lost(tmp_path, 
 
 
 def test_workers_whose_launcher_dies_find_a_place_for_their_state(tmp_path):
-    job = Orphans(tmp_path, "gloo", deeds=["kill-launcher:7:1"]).wait()
+    report = tmp_path / "report"
+    job = Orphans(tmp_path, "gloo", "--report", report, "--events-max", "1kB", deeds=["kill-launcher:7:1"]).wait()
 
+    known = load_events(report)
+    assert {r.step for r in known if isinstance(r, StepCommitted)} >= {0, 1, 2, 3}, "its report has what it had read"
+    assert {repr(record) for record in known} <= {repr(record) for record in job.records}
+    assert len(event_files(report)) > 3
     assert job.exit_codes == {0: 4, 1: 4, 2: 4}, job.logs()
     (newest,) = steps(tmp_path / "holdfast-checkpoint")
     assert resumed(tmp_path / "holdfast-checkpoint", newest) == undisturbed()

@@ -259,6 +259,10 @@ class Seat(Store):
     def counts_votes(self):
         return self.world.tally is not None
 
+    @property
+    def decides_once(self):
+        return self.counts_votes
+
     def close(self):
         pass
 

@@ -196,6 +196,26 @@ def test_a_member_that_slept_through_two_generations_is_voted_out_though_the_vot
         sleeper.agree(True)
 
 
+def test_keys_of_generations_that_are_over_are_removed_and_a_member_that_slept_is_voted_out():
+    store = Explored(0, counts=True)
+    store.yield_ = lambda name: None
+    seats = [store.seat(rank) for rank in range(2)]
+    sleeper = Roster(seats[1], 1, [0, 1])
+    seats[0].put("dead/1", "it seemed so")
+    lively = Roster(seats[0], 0, [0, 1])
+    numbers = []
+    for _ in range(20):
+        lively.revoke()
+        lively.shrink()
+        numbers.append(len(seats[0].under("")))
+    assert numbers[3] == numbers[-1], "the number of keys does not grow with the generations"
+    assert "members" in seats[0].under("g/0/"), "a worker that starts late cannot begin the job again"
+
+    seats[1]._learn(len(seats[1].world.log))
+    with pytest.raises(VotedOut, match=r"worker 1 was voted out: generation 20 is \[0\]"):
+        sleeper.agree(True)
+
+
 def test_members_that_are_not_at_the_same_point_are_a_bug_and_say_so(seats):
     first, second = Roster(seats[0], 0, [0, 1]), Roster(seats[1], 1, [0, 1])
     seats[1].put("g/0/act/1/1", json.dumps({"act": "shrink"}))

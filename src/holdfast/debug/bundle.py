@@ -22,6 +22,7 @@ from typing import Any
 
 from holdfast.debug.redaction import helpful, redactor
 from holdfast.errors import ConfigError
+from holdfast.records.paths import event_files, events_path
 
 _MOST_LOG_BYTES = 1 << 20
 _MOST_RECORD_BYTES = 16 << 20
@@ -41,7 +42,7 @@ _PACKAGES = (
     "ray",
     "py-spy",
 )
-_RUN_FILES = ("report.json", "plan.json", "events.jsonl")
+_RUN_FILES = ("report.json", "plan.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,8 @@ def _texts(source: BundleSource, notes: list[str]) -> Iterator[tuple[str, str]]:
     if (
         source.run_dir is None and source.report_dir is not None
     ):  # of a running job they would be those of an earlier run
-        yield from _read(source.report_dir, _RUN_FILES, _MOST_RECORD_BYTES, notes)
+        events = [path.name for path in event_files(source.report_dir)] or [events_path(source.report_dir).name]
+        yield from _read(source.report_dir, (*_RUN_FILES, *events[-_MOST_FILES:]), _MOST_RECORD_BYTES, notes)
     if source.run_dir is not None:
         names = [path.name for path in _files(source.run_dir, "records-*.jsonl")]
         yield from _read(source.run_dir, names, _MOST_RECORD_BYTES, notes, "records/")

@@ -9,7 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Sequence
+=======
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+>>>>>>> c-long
 from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings
@@ -257,49 +262,111 @@ def _living(started: subprocess.Popen[bytes]) -> list[Process]:
     return [] if process is None else [process]
 
 
+@dataclass(slots=True)
+class _WorkerFiles:
+    """What one worker writes: its output, its records, and those of its watcher; None if another process writes that."""
+
+    log: LineTail | None = None
+    own: RecordTail | None = None
+    watch: RecordTail | None = None
+    reads_left: int = -1
+    """Reads until its files are closed; below 0 while it lives."""
+
+    def close(self) -> None:
+        """Close the files; what is added is still read."""
+        for file in (self.log, self.own, self.watch):
+            if file is not None:
+                file.close()
+
+
+_LAST_READS = 100
+"""Reads of the files of a worker that has ended: processes that it has started may print for a while longer."""
+
+
 class AttemptFiles:
-    """Output and records that the workers of a run have written since the last call, over all starts of the job."""
+    """Output and records that the workers of a run have written since the last call, over all starts of the job.
+
+    Files of workers that have ended are closed after a while, and their output is read once more at the end.
+    """
 
     def __init__(self, paths: RunPaths) -> None:
         self._run_dir = paths.run_dir
         self._log_dir = paths.log_dir
         self._far = paths.is_shared
-        self._records: dict[str, RecordTail] = {}
         self._warned: set[Path] = set()
-        self._logs: dict[int, LineTail] = {}
+        self._open: dict[int, _WorkerFiles] = {}
+        self._closed: dict[int, _WorkerFiles] = {}
 
     def follow(self, workers: Iterable[int], processes: Iterable[int]) -> None:
         """Read the files of these workers and processes, too."""
         for rank in processes:
-            self._logs.setdefault(rank, LineTail(self._log_dir / f"rank-{rank}.log", far=self._far))
-        for writer in (*(f"watch-{rank}" for rank in processes), *map(str, workers)):
-            self._records.setdefault(writer, RecordTail(records_path(self._run_dir, writer), far=self._far))
+            files = self._files_of(rank)
+            files.log = files.log or LineTail(self._log_dir / f"rank-{rank}.log", far=self._far)
+            files.watch = files.watch or self._records_of(f"watch-{rank}")
+        for rank in workers:
+            files = self._files_of(rank)
+            files.own = files.own or self._records_of(str(rank))
+
+    def _files_of(self, rank: int) -> _WorkerFiles:
+        """Return the files of a worker that starts; in a restart it may have the rank of one that has ended."""
+        files = self._closed.pop(rank, None) or self._open.get(rank) or _WorkerFiles()
+        files.reads_left = -1
+        self._open[rank] = files
+        return files
+
+    def _records_of(self, writer: str) -> RecordTail:
+        return RecordTail(records_path(self._run_dir, writer), far=self._far)
+
+    def _record_tails(self) -> list[RecordTail]:
+        """Return the open files of records, those of watchers first."""
+        found = [files.watch for files in self._open.values()] + [files.own for files in self._open.values()]
+        return [tail for tail in found if tail is not None]
 
     def records(self) -> list[Record]:
         """Return new records; the record of a worker's end comes after every record that the worker wrote."""
-        watchers_first = sorted(self._records, key=lambda writer: not writer.startswith("watch-"))
-        new = [record for writer in watchers_first for record in self._records[writer].read()]
+        new = [record for tail in self._record_tails() for record in tail.read()]
+        for record in new:
+            if isinstance(record, WorkerEnded):
+                self.end(record.rank)
+        self._close_ended()
         return sorted(new, key=lambda record: (isinstance(record, WorkerEnded), record.t_s))
+
+    def end(self, rank: int) -> None:
+        """Note that a worker has ended."""
+        if rank in self._open and self._open[rank].reads_left < 0:
+            self._open[rank].reads_left = _LAST_READS
+
+    def _close_ended(self) -> None:
+        """Close the files of workers that ended a while ago: a long run would have too many of them open."""
+        for rank, files in list(self._open.items()):
+            if files.reads_left == 0:
+                files.close()
+                self._closed[rank] = self._open.pop(rank)
+            elif files.reads_left > 0:
+                files.reads_left -= 1
 
     def warnings(self) -> list[str]:
         """Return one warning for each file that contains lines that are not records; each file is named once."""
-        skipped = [tail for tail in self._records.values() if tail.skipped and tail.path not in self._warned]
+        skipped = [tail for tail in self._record_tails() if tail.skipped and tail.path not in self._warned]
         self._warned.update(tail.path for tail in skipped)
         return [f"{tail.path} contains a line that is not a record; such lines are skipped" for tail in skipped]
 
     def output(self, *, last: bool = False) -> list[tuple[int, str]]:
         """Return new output lines with the rank that printed them; ``last`` includes incomplete lines."""
-        lines = [(rank, line) for rank, log in self._logs.items() for line in log.read()]
+        logs = {rank: files.log for rank, files in self._open.items()}
         if last:
-            lines += [(rank, rest) for rank, log in self._logs.items() if (rest := log.rest())]
+            logs |= {rank: files.log for rank, files in self._closed.items()}
+        lines = [(rank, line) for rank, log in logs.items() if log is not None for line in log.read()]
+        if last:
+            lines += [(rank, rest) for rank, log in logs.items() if log is not None and (rest := log.rest())]
+            for files in self._closed.values():
+                files.close()
         return [(rank, line.decode(errors="replace")) for rank, line in lines]
 
     def close(self) -> None:
         """Close the files."""
-        for records in self._records.values():
-            records.close()
-        for log in self._logs.values():
-            log.close()
+        for files in (*self._open.values(), *self._closed.values()):
+            files.close()
 
 
 def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[str]:

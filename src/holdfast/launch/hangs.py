@@ -109,6 +109,9 @@ class HangDetector:
             self._workers.clear()
             self._elsewhere_since_s = None
         self._looked_s = now_s
+        for sights in (self._pulses, self._workers):
+            for ended in sights.keys() - positions.keys():  # each has a copy of its beacon
+                del sights[ended]
         watched = {rank: position for rank, position in positions.items() if rank not in self._given_up}
         stretches = {rank: self._segment_s(rank, position, now_s) for rank, position in watched.items()}
         silent = [stuck for rank, p in watched.items() if (stuck := self._check_pulse(rank, p, now_s)) is not None]

@@ -13,6 +13,7 @@ from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
+from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.target import MODULE
 from holdfast.options import option
 from holdfast.recovery.registry import strategy_class
@@ -228,6 +229,14 @@ class Job:
         flags=("--report",),
         kind=Path,
     )
+    events_max: str = option(
+        "64MiB",
+        help="Size after which events.jsonl is renamed to events-000001.jsonl, and so on; off: never.",
+        manual="size after which `events.jsonl` is renamed to `events-000001.jsonl`, then `events-000002.jsonl`, and a new one begins: kB, MB, GB, KiB, MiB or GiB. `off`: never. All files are kept: [report.md](report.md#eventsjsonl)",
+        group="Output",
+        metavar="SIZE|off",
+        has_default=True,
+    )
     page: bool = option(
         True,
         help="Also write index.html.",
@@ -359,6 +368,7 @@ def check(job: Job) -> None:
     if settings.reinit_from == "checkpoint" and not settings.checkpoint_dir:
         refuse("--reinit-from checkpoint needs --checkpoint-dir, the directory of the checkpoints to resume from")
     _check_amounts(job)
+    size_in_bytes(job.events_max)
     check_plan(job)
     for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
         if folder is not None:

@@ -33,8 +33,10 @@ from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
+from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure
 from holdfast.loggers.leftovers import Leftovers
+from holdfast.records.event_log import EventLog
 from holdfast.records.files import read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted, RunStarted
@@ -129,6 +131,7 @@ class Launcher:
             files=self._files,
             clock=SystemClock(self._origin_s),
             sinks=self._open_sinks(earlier),
+            events=self._event_log(undo),
         )
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
@@ -143,6 +146,14 @@ class Launcher:
         self._node_faults = NodeFaults(run, self._bus, self._plan)
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
+
+    def _event_log(self, undo: contextlib.ExitStack) -> EventLog | None:
+        """Return the log of the records in the report directory; None without one."""
+        if self._job.report_dir is None:
+            return None
+        log = EventLog(self._job.report_dir, size_in_bytes(self._job.events_max))
+        undo.callback(log.close)
+        return log
 
     def _show_wait(self, text: str) -> None:
         """Display what this launcher waits for before the run begins."""
@@ -444,6 +455,7 @@ class Launcher:
             wall_s=wall_s,
             sinks=self._close_sinks(wall_s, self._stopping.patience_s()),
             facts=self._provenance,
+            has_events=self._run.events is not None and self._run.events.is_final(),
         )
         if unwritten:
             exit_code = exit_code or 1

@@ -18,6 +18,7 @@ from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
 from holdfast.records.beacon import BeaconPosition
+from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
@@ -42,7 +43,8 @@ from holdfast.report.step_times import StepTimes
 class RunState:
     """One run of a job, over all its starts.
 
-    ``nodes`` is None if the fabric needs no store. ``sinks`` receive every record once, each in its own thread. The clock's zero is the time when the run began, on the first node.
+    ``nodes`` is None if the fabric needs no store. ``sinks`` receive every record once, each in its own thread; ``events`` is
+    that of the report directory, None if there is none. The clock's zero is the time when the run began, on the first node.
     """
 
     job: Job
@@ -54,6 +56,7 @@ class RunState:
     files: AttemptFiles
     clock: Clock
     sinks: tuple[QueuedSink, ...] = ()
+    events: EventLog | None = None
 
     @property
     def others(self) -> NodeGroup | None:
@@ -68,8 +71,9 @@ class RecordBus:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._story = EventFormatter()
-        self._recorder = FileRecorder(records_path(run.paths.run_dir, "launcher"))
-        self._log = Logger(run.clock, lambda: (-1, -1), self._recorder)
+        self._log = Logger(
+            run.clock, lambda: (-1, -1), FileRecorder(records_path(run.paths.run_dir, "launcher")), *self._event_logs
+        )
         self._status = RunStatus(alive={}, metrics={}, workers=len(run.job.ranks))
         self._times = StepTimes()
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
@@ -79,6 +83,10 @@ class RecordBus:
 
         self.is_training = False
         """Whether a step was committed in this start of the job."""
+
+    @property
+    def _event_logs(self) -> tuple[EventLog, ...]:
+        return () if self._run.events is None else (self._run.events,)
 
     @property
     def has_committed(self) -> bool:
@@ -98,6 +106,8 @@ class RecordBus:
         output = self._run.files.output(last=last)
         own, self._noted = self._noted, []
         for record in self._run.files.records():
+            for log in self._event_logs:
+                log.write(record)
             own.append((record, position := self._end_of(record, attempt)))
             self.poll(record, position)
         for warning in self._run.files.warnings():
@@ -140,6 +150,7 @@ class RecordBus:
     def note_end(self, ended: WorkerEnded, attempt: JobAttempt) -> None:
         """Write how a worker ended, instead of its watcher, and handle it."""
         ended = self._log.write(ended)
+        self._run.files.end(ended.rank)
         position = self._end_of(ended, attempt)
         self.poll(ended, position)
         self._noted.append((ended, position))
@@ -187,7 +198,7 @@ class RecordBus:
         for rank in changes.newcomers:
             state.wait_for(rank)
         for told in others.receive():
-            self._recorder.write(told.record)
+            self._log.write(told.record)
             if told.start == others.number and told.record.rank not in others.given_up:
                 self.poll(told.record, told.position)
         state.lose(changes.parted)

@@ -27,11 +27,13 @@ def write_results(
     wall_s: float,
     sinks: Sequence[SinkCount] = (),
     facts: Mapping[str, Any] | None = None,
+    has_events: bool = False,
 ) -> tuple[dict[str, Any], str]:
     """Return the report, and why it could not be written: "" if it was, or if the job has no report directory.
 
     Writes the report, the records, the faults (``fired`` are the numbers of those injected) and the page. ``facts`` is
-    the result of :func:`~holdfast.launch.provenance.job_provenance` when the job was started.
+    the result of :func:`~holdfast.launch.provenance.job_provenance` when the job was started. With ``has_events`` the
+    records are there already.
     """
     from holdfast.report import build_report, write_page, write_report
 
@@ -49,7 +51,7 @@ def write_results(
     if job.report_dir is None:
         return build_report(records, **given), ""
     try:
-        report = write_report(records, job.report_dir, **given)
+        report = write_report(records, job.report_dir, has_events=has_events, **given)
         write_plan(records, plan, job.report_dir / "plan.json")
         if facts is not None:
             note(facts)

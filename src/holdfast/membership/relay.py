@@ -50,7 +50,13 @@ class Relay(LineServer):
         super().__init__(token, "127.0.0.1", 0)
         self._store = store
         self._job = job
-        self._greeting = {"id": 0, "done": True, "lease_s": lease_s, "address": store.own_address}
+        self._greeting = {
+            "id": 0,
+            "done": True,
+            "lease_s": lease_s,
+            "address": store.own_address,
+            "decides_once": store.decides_once,
+        }
         self._items: dict[str, str] = {}
         self._clients: set[Client] = set()
         self._votes = NodeVotes(node, self._items.get, ranks)

@@ -84,8 +84,8 @@ class Roster:
         self._next_act()
         self._decide(RosterVote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
         self._enter(self.generation + 1, leaves=leaves)
-        if self.generation >= 2 and self.members[:1] == (self.rank,):
-            self.store.delete(f"g/{self.generation - 2}/act/")
+        if self.members[:1] == (self.rank,):
+            self._forget(self.generation - 2)
 
     def revoke(self) -> None:
         """Make :meth:`check` of all members fail."""
@@ -178,21 +178,20 @@ class Roster:
         prefix = f"g/{self.generation}/act/{self.act}/"
         self.store.post(f"{prefix}{self.rank}", vote.encode())
 
-        def next_members() -> str | None:
-            return self.store.get(self._members_key(self.generation + 1))
-
         def look() -> str | None:
             if mixed := self.store.get(f"{prefix}mixed"):
                 self._stop_mixed(prefix, vote.act, json.loads(mixed))
-            return self.store.get(key) or next_members() or self._conclude(prefix, vote.act)
+            if decided := self.store.get(key):
+                return decided
+            return "" if self._newer() else self._conclude(prefix, vote.act)
 
         while (decided := self.store.get(key)) is None:
             proposal = self.store.wait(look)
             assert proposal is not None
             if self.store.get(key) is not None:
                 continue  # the store or another member has created it
-            if others := next_members():  # a decision of this act has been removed by now
-                self._stop(self.generation + 1, others)
+            if newer := self._newer():  # a decision of this act has been removed by now
+                self._stop(*newer)
             self.store.create(key, proposal)
         return decided
 
@@ -237,17 +236,35 @@ class Roster:
         known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
         return [(int(key.partition("/")[0]), decode_members(members)) for key, members in known.items()]
 
+    def _forget(self, generation: int) -> None:
+        """Remove the keys of a generation that no member is in; of the first one, its members stay.
+
+        Members of any generation stay if a client that has slept since could decide anew who they are.
+        """
+        if generation < 0:
+            return
+        is_whole = generation > 0 and self.store.decides_once
+        self.store.delete(f"g/{generation}/" if is_whole else f"g/{generation}/act/")
+
+    def _newer(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return the next generation and its members, or the newest if that was removed; None if there is none."""
+        following = self.generation + 1
+        if members := self.store.get(self._members_key(following)):
+            return following, decode_members(members)
+        newest = max(self._generations(), default=None) if self.store.decides_once else None
+        return None if newest is None or newest[0] < following else newest
+
     def _enter(self, generation: int, *, leaves: bool = False) -> None:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
         assert members is not None
         self.members = decode_members(members)
         self.generation, self.act, self._seen, self.heard = generation, 0, -1, Agreement()
         if not self._has_member(self.rank) and not leaves:
-            self._stop(generation, members)
+            self._stop(generation, self.members)
 
-    def _stop(self, generation: int, members: str) -> NoReturn:
+    def _stop(self, generation: int, members: Sequence[int]) -> NoReturn:
         raise VotedOut(
-            f"worker {self.rank} was voted out: generation {generation} is [{describe_members(decode_members(members))}]; it was cut off, or too slow to answer, and must stop"
+            f"worker {self.rank} was voted out: generation {generation} is [{describe_members(members)}]; it was cut off, or too slow to answer, and must stop"
         )
 
 

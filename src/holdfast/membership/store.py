@@ -108,6 +108,11 @@ class Store(ABC):
         """Whether the store decides acts itself (:class:`~holdfast.membership.acts.Tally`)."""
         return False
 
+    @property
+    def decides_once(self) -> bool:
+        """Whether no act is decided again after its keys were removed, not even by a client that has slept since."""
+        return False
+
     _token = ""
 
     def key_for(self, purpose: str) -> bytes:

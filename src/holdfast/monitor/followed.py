@@ -16,7 +16,7 @@ from holdfast.monitor.log_lines import last_lines, open_plain
 from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.beacon import Beacon
 from holdfast.records.files import parse_record
-from holdfast.records.paths import beacon_path
+from holdfast.records.paths import beacon_path, event_files, events_path
 from holdfast.records.types import Record
 
 _CHUNK_BYTES = 1 << 20
@@ -28,11 +28,18 @@ _OF_WRONG_TYPE = (TypeError, ValueError, AttributeError, KeyError, OverflowError
 
 
 class GrowingFile:
-    """Reads the records that are added to a file; notices when it was replaced or truncated."""
+    """Reads the records that are added to a file; notices when it was replaced or truncated.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = self._read_bytes = 0
+    Args:
+        path: The file; if it is renamed, it can be set anew.
+        inode: Its inode; 0: that of the first read.
+    """
+
+    def __init__(self, path: Path, inode: int = 0) -> None:
+        self.path, self.inode = path, inode
+        self.is_at_end = False
+        """Whether the last call has found nothing new."""
+        self._read_bytes = 0
         self._rest = b""
 
     def read(self) -> tuple[list[Record], bool]:
@@ -41,22 +48,70 @@ class GrowingFile:
         An incomplete line is left for the next call; a line that is no record is skipped.
         """
         try:
+<<<<<<< HEAD
             with open_plain(self._path) as file:
+=======
+            with self.path.open("rb") as file:
+>>>>>>> c-long
                 about = os.fstat(file.fileno())
-                is_other = self._inode not in (0, about.st_ino) or about.st_size < self._read_bytes
+                is_other = self.inode not in (0, about.st_ino) or about.st_size < self._read_bytes
                 if is_other:
                     self._read_bytes, self._rest = 0, b""
-                self._inode = about.st_ino
+                self.inode = about.st_ino
                 file.seek(self._read_bytes)
                 chunk = file.read(_CHUNK_BYTES)
         except OSError:
+            self.is_at_end = True
             return [], False
+        self.is_at_end = not chunk
         self._read_bytes += len(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > _MOST_LINE:
             self._rest = b""
         records = [record for line in lines if (record := parse_record(line)) is not None]
         return [record for record in records if 0 <= record.t_s <= _LONGEST_S], is_other
+
+
+class GrowingEvents:
+    """Reads the records that are added to ``events.jsonl``, and to the files that it becomes when it is full.
+
+    The file that is read is known by its inode, which a renaming keeps.
+
+    Args:
+        directory: The report directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = GrowingFile(events_path(directory))
+
+    def read(self) -> tuple[list[Record], bool]:
+        """Return new records of one file, and whether the files are of another run than before."""
+        while files := _inodes(self._directory):
+            place = next((number for number, (_, inode) in enumerate(files) if inode == self._file.inode), -1)
+            if place < 0 and self._file.inode:
+                return [], True
+            if place < 0:
+                place, self._file = 0, GrowingFile(*files[0])
+            self._file.path = files[place][0]
+            records, is_other = self._file.read()
+            if records or is_other:
+                return records, is_other
+            if self._file.is_at_end and place == len(files) - 1:
+                break
+            if self._file.is_at_end:
+                self._file = GrowingFile(*files[place + 1])
+        return [], False
+
+
+def _inodes(directory: Path) -> list[tuple[Path, int]]:
+    """Return the files of the records, oldest first, with their inodes, of one moment: none was renamed meanwhile."""
+    while files := event_files(directory):
+        with contextlib.suppress(FileNotFoundError):
+            found = [(path, path.stat().st_ino) for path in files]
+            if event_files(directory) == files:
+                return found
+    return []
 
 
 class FollowedFolder:
@@ -93,6 +148,7 @@ class FollowedFolder:
         self._report: dict[str, Any] = {}
         self._report_at = 0
         self._files: dict[Path, GrowingFile] = {}
+        self._events = GrowingEvents(self._directory)
         self._newest_s = 0.0
         self._changed_s = 0.0
         self.has_records = False
@@ -124,24 +180,37 @@ class FollowedFolder:
 
     def _read(self) -> list[Record]:
         """Return new records: of one file, or of all workers' files together, whose times must be compared."""
-        events = self._directory / "events.jsonl"
-        paths = [events] if events.is_file() else sorted(self._directory.glob("records-*.jsonl"))
         found: list[Record] = []
-        for path in paths:
+        if files := event_files(self._directory):
+            found, is_other = self._events.read()
+            if is_other:
+                return self._read_another()
+            if found:
+                self._note_change(files[-1])
+            return found
+        for path in sorted(self._directory.glob("records-*.jsonl")):
             file = self._files.setdefault(path, GrowingFile(path))
             before = len(found)
             while True:
                 records, is_other = file.read()
-                if is_other:  # another run is there now
-                    self._begin()
-                    return self._read()
+                if is_other:
+                    return self._read_another()
                 found += records
-                if path == events or not records:
+                if not records:
                     break
-            with contextlib.suppress(OSError):
-                if len(found) > before:
-                    self._changed_s = max(self._changed_s, path.stat().st_mtime)
+            if len(found) > before:
+                self._note_change(path)
         return found
+
+    def _read_another(self) -> list[Record]:
+        """Return the records of another run, which is there now."""
+        self._begin()
+        return self._read()
+
+    def _note_change(self, path: Path) -> None:
+        """Note when a file was written to."""
+        with contextlib.suppress(OSError):
+            self._changed_s = max(self._changed_s, path.stat().st_mtime)
 
     def _read_report(self) -> None:
         """Read the report, if there is one that was not read yet; it says what the run was."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError, InternalError
 from holdfast.records.encoding import record_from_dict, record_to_dict
+from holdfast.records.paths import event_files
 from holdfast.records.types import HistogramLogged, ImageLogged, Record, StateHashed, StepCommitted
 
 _RESERVE_BYTES = 1 << 14
@@ -45,24 +46,37 @@ class FileRecorder:
     Space is reserved beyond the end of the file. A disk that fills up then costs some of the many lines about steps,
     and not those about failures and the end of a worker, on which the launcher acts.
 
+    Args:
+        path: The file; it is made if it is not there.
+        mode: Permissions of a new file, before the umask; by default for this user only.
+
     Raises:
         ConfigError: if the file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o600) -> None:
         self._path = path
         self._warned = False
         self._torn = False
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         except OSError as error:
             raise ConfigError(f"cannot write records to {path}: {error.strerror}") from error
         self._reserved = self._size = os.fstat(self._file).st_size
         with contextlib.suppress(OSError):  # writing the first record will raise and report the same error
             self._reserve(0)
 
-    def write(self, record: Record) -> None:
-        """Append one line; if it cannot be written, warn once and drop it.
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._size
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def write(self, record: Record) -> bool:
+        """Append one line, and return whether it was written; if it cannot be, warn once and drop it.
 
         Raises:
             InternalError: if the record was not stamped; see :class:`~holdfast.records.logger.Logger`.
@@ -76,6 +90,8 @@ class FileRecorder:
             self._append(line)
         except OSError as error:
             self._warn(error)
+            return False
+        return True
 
     def _append(self, line: bytes) -> None:
         if self._torn:
@@ -135,20 +151,22 @@ def load_events(directory: Path) -> list[Record]:
     Raises:
         ConfigError: if a line is not a record.
     """
-    path = directory / "events.jsonl"
-    if not path.is_file():
-        return []
-    records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            records.append(_checked(record_from_dict(json.loads(line))))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}, line {number}: not a record of this version of Holdfast ({error})") from error
-        except RecursionError as error:
-            raise ConfigError(
-                f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
-            ) from error
-    return sorted(records, key=lambda r: r.t_s)
+    return sorted((record for path in event_files(directory) for record in _events_in(path)), key=lambda r: r.t_s)
+
+
+def _events_in(path: Path) -> Iterator[Record]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield _checked(record_from_dict(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"{path}, line {number}: not a record of this version of Holdfast ({error})"
+                ) from error
+            except RecursionError as error:
+                raise ConfigError(
+                    f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
+                ) from error
 
 
 def _checked(record: Record) -> Record:

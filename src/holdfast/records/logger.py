@@ -15,8 +15,8 @@ _Record = TypeVar("_Record", bound=Record)
 class RecordSink(Protocol):
     """Receives stamped records; a :class:`~holdfast.records.files.FileRecorder` is one."""
 
-    def write(self, record: Record) -> None:
-        """Handle one record immediately."""
+    def write(self, record: Record) -> object:
+        """Handle one record immediately; the result is ignored."""
         ...
 
 

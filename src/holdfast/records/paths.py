@@ -10,6 +10,18 @@ def records_path(run_dir: Path, writer: str) -> Path:
     return run_dir / f"records-{writer}.jsonl"
 
 
+def events_path(report_dir: Path, number: int = 0) -> Path:
+    """Return the file of the newest records in a report directory; from 1 on, that of full files, oldest first."""
+    return report_dir / (f"events-{number:06d}.jsonl" if number else "events.jsonl")
+
+
+def event_files(report_dir: Path) -> list[Path]:
+    """Return the files of the records in a report directory, oldest first; none if it has none."""
+    found = {int(path.stem[7:]): path for path in report_dir.glob("events-*.jsonl") if path.stem[7:].isdecimal()}
+    in_order = [*(found[number] for number in sorted(found)), events_path(report_dir)]
+    return [path for path in in_order if path.is_file()]
+
+
 def beacon_path(run_dir: Path, rank: int) -> Path:
     """Return the path of the beacon of ``rank``."""
     return run_dir / f"beacon-{rank}"

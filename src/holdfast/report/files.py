@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.records.encoding import record_to_dict
+from holdfast.records.paths import event_files, events_path
 from holdfast.records.types import Record
 from holdfast.report.build import SCHEMA, build_report
 
@@ -25,22 +26,33 @@ _SHAPE: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def write_report(records: Sequence[Record], out_dir: Path, **about: Any) -> dict[str, Any]:
+def write_report(records: Sequence[Record], out_dir: Path, *, has_events: bool = False, **about: Any) -> dict[str, Any]:
     """Write ``report.json`` and ``events.jsonl`` to ``out_dir``, which is created if necessary, and return the report.
 
     Args:
         records: Records of all workers and of the launcher, in any order.
         out_dir: The folder.
+        has_events: The records are in the folder already; only the report is written.
         about: Further arguments of :func:`~holdfast.report.build.build_report`.
 
     Raises:
         ConfigError: if the files cannot be written.
     """
     report = build_report(records, **about)
-    lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]
-    _write(out_dir / "events.jsonl", "".join(lines))
+    if not has_events:
+        _write_events(records, out_dir)
     save_report(report, out_dir)
     return report
+
+
+def _write_events(records: Sequence[Record], out_dir: Path) -> None:
+    """Write all records to one file, in the order of time."""
+    lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]
+    path = events_path(out_dir)
+    _write(path, "".join(lines))
+    for other in event_files(out_dir):
+        if other != path:
+            other.unlink()
 
 
 def save_report(report: Mapping[str, Any], out_dir: Path) -> None:

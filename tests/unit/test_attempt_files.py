@@ -1,0 +1,84 @@
+"""The launcher's view of its workers' files: nothing is missed, and those of workers that have ended are closed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from holdfast.launch.attempt import AttemptFiles
+from holdfast.launch.run_paths import RunPaths
+from holdfast.records.files import FileRecorder
+from holdfast.records.paths import records_path
+from holdfast.records.types import StepCommitted, WorkerEnded
+
+
+@pytest.fixture
+def paths(tmp_path):
+    (tmp_path / "logs").mkdir()
+    return RunPaths(run_dir=tmp_path, log_dir=tmp_path / "logs", memory_dir=None)
+
+
+def say(paths, rank, text):
+    with (paths.log_dir / f"rank-{rank}.log").open("a") as log:
+        log.write(text)
+
+
+def commit(paths, rank, step):
+    recorder = FileRecorder(records_path(paths.run_dir, str(rank)))
+    recorder.write(StepCommitted(t_s=float(step), rank=rank, step=step, epoch=0, samples=4, workers=4))
+    recorder.close()
+
+
+def die(paths, rank):
+    recorder = FileRecorder(records_path(paths.run_dir, f"watch-{rank}"))
+    recorder.write(WorkerEnded(t_s=9.0, rank=rank, step=1, exit_code=-9, pid=7))
+    recorder.close()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_files_of_dead_workers_are_closed_and_what_comes_late_is_still_printed(paths):
+    files, before = AttemptFiles(paths), open_files()
+    for rank in range(40):
+        files.follow([rank], [rank])
+        say(paths, rank, f"begun {rank}\n")
+        commit(paths, rank, 1)
+        die(paths, rank)
+        assert files.output() == [(rank, f"begun {rank}")]
+        assert [type(record) for record in files.records()] == [StepCommitted, WorkerEnded], "its end comes last"
+        for _ in range(50):
+            assert files.output() == []
+            assert files.records() == []
+    for _ in range(100):
+        files.output()
+        files.records()
+
+    assert open_files() == before
+    say(paths, 3, "from a process that it had started\n")
+    say(paths, 5, "and half a line")
+    assert files.output() == []
+    assert files.output(last=True) == [(3, "from a process that it had started"), (5, "and half a line")]
+    assert open_files() == before
+
+
+def test_a_worker_that_lives_or_starts_again_is_read_on(paths):
+    files = AttemptFiles(paths)
+    files.follow([0, 1], [0, 1])
+    commit(paths, 1, 1)
+    die(paths, 1)
+    assert len(files.records()) == 2
+    for _ in range(200):
+        files.records()
+    commit(paths, 0, 2)
+    assert [record.step for record in files.records()] == [2]
+
+    files.follow([0, 1], [0, 1])  # the job is started again
+    commit(paths, 1, 3)
+    say(paths, 1, "again\n")
+
+    assert [record.step for record in files.records()] == [3], "nothing is read twice"
+    assert files.output() == [(1, "again")]
+    files.close()
