@@ -12,7 +12,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,11 +47,11 @@ class Launch:
 
     Args:
         folder: A folder of this plan alone, removed after the judgement.
-        words: The command, ``python -m holdfast run ...``; a kind may put another command before it.
+        words: The command, ``python -m holdfast run ...``; a kind may put another command before it,
+            such as ``prlimit --nofile=99``.
         env: Environment of the launcher and of all that it starts.
         options: Options of ``holdfast run`` that are added before the script.
         checkpoints: Folder or URL of checkpoints.
-        before_exec: Called in the launcher's process before it executes Python, such as ``resource.setrlimit``.
         node_words: A prefix of the command for each node of a job with several; empty: none.
         undo: What to undo after the plan, its resumed run included: mounts, namespaces, servers.
     """
@@ -61,7 +61,6 @@ class Launch:
     env: dict[str, str]
     checkpoints: str
     options: list[str] = field(default_factory=list)
-    before_exec: list[Callable[[], None]] = field(default_factory=list)
     node_words: dict[int, list[str]] = field(default_factory=dict)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
