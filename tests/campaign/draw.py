@@ -25,6 +25,7 @@ def draw(seed: int, kinds: frozenset[str] | None = None) -> Plan:
         kind = rng.choices(usable, [each.weight for each in usable])[0]
         attacks.append(kind.draw(rng, job))
         job = kind.adjust(attacks[-1], job)
+        attacks += kind.also(rng, attacks[-1], job)
     return Plan(job, tuple(attacks), seed)
 
 

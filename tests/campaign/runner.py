@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import Found, Launch, Running
 from campaign.plan import Attack, Plan
-from campaign.victims import Processes
+from campaign.victims import MARK, Processes
 from holdfast.checkpoint import steps, verify
 from holdfast.errors import HoldfastError
 
@@ -102,7 +102,7 @@ def launch_of(plan: Plan, folder: Path) -> Launch:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "t").mkdir(exist_ok=True)
     words = [sys.executable, "-m", "holdfast", "run"]
-    env = jobs.clean_env(TMPDIR=str(folder / "t"))
+    env = jobs.clean_env(TMPDIR=str(folder / "t"), **{MARK: str(folder)})
     return Launch(folder, words, env, str(folder / "saved"))
 
 
@@ -119,9 +119,7 @@ def _attacked(plan: Plan, launch: Launch) -> Outcome:
         threads = [Striker(attack, running) for attack in plan.attacks]
         for thread in threads:
             thread.start()
-        first = end_of(running, launch.report, limit_s)
-        for thread in threads:
-            thread.join()
+        first = end_of(running, launch.report, limit_s, threads)
     if errors := [thread.error for thread in threads if thread.error is not None]:
         raise errors[0]
     found = [thread.found for thread in threads if thread.found is not None]
@@ -148,7 +146,7 @@ def started(plan: Plan, launch: Launch, report: Path, *more: str) -> Iterator[Ru
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    running = Running(launch, process, Processes([process.pid], launch.temporary))
+    running = Running(launch, process, Processes([process.pid], launch.temporary, launch.env[MARK]))
     try:
         yield running
     finally:
@@ -157,14 +155,18 @@ def started(plan: Plan, launch: Launch, report: Path, *more: str) -> Iterator[Ru
         process.wait()
 
 
-def end_of(running: Running, report: Path, limit_s: float) -> Ended:
-    """Wait for the end of a run and of all its processes, and look at what it left."""
+def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[threading.Thread] = ()) -> Ended:
+    """Wait for the end of a run, of its attacks and of all its processes, and look at what it left."""
     code, waits = None, ""
     try:
         code = running.process.wait(limit_s)
     except subprocess.TimeoutExpired:
         waits = running.processes.describe()
+        running.processes.kill()
+        running.process.wait()
     took_s = time.monotonic() - running.began_s
+    for striker in strikers:
+        striker.join()
     ends_s = time.monotonic() + (jobs.end_s() if code is not None and code < 0 else 5.0)
     while code is not None and (left := running.processes.all()) and time.monotonic() < ends_s:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Finds the processes of one job, and of no other: by their temporary directory, which is that of this plan alone."""
+"""Finds the processes of one job, and of no other: by a variable of their environment, and by what its launcher wrote."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from holdfast.launch.processes import Process, WatchedWorker, children_of, name_
 if TYPE_CHECKING:
     from campaign.attacks.base import Running
 
+MARK = "CAMPAIGN_JOB"
+"""Variable of the environment by which the processes of a job are known."""
 LEARNS_S = 0.003
 """How often a victim that does not exist yet is looked for."""
 
@@ -23,13 +25,14 @@ class Processes:
 
     Args:
         launchers: PIDs of its launchers, one for each node.
-        temporary: ``TMPDIR`` of the job, which all of its processes have in their environment.
+        temporary: ``TMPDIR`` of the job, which other jobs may have, too.
+        mark: Value of :data:`MARK` in the environment of all of its processes, and of no other.
     """
 
-    def __init__(self, launchers: list[int], temporary: Path) -> None:
+    def __init__(self, launchers: list[int], temporary: Path, mark: str) -> None:
         self.launchers = launchers
         self._temporary = temporary
-        self._mark = f"TMPDIR={temporary}".encode()
+        self._mark = f"{MARK}={mark}".encode()
 
     def all(self) -> list[Process]:
         """All that run now."""
@@ -63,16 +66,20 @@ class Processes:
 
     def _of_pair(self, role: str, rank: int) -> Process | None:
         """A worker or its watcher, by the file in which the watcher wrote down both; the newest of several runs."""
-        for path in sorted(self._temporary.glob(f"holdfast-*/process-{rank}"), key=_changed_s, reverse=True):
+        for path in sorted(self._files(f"process-{rank}"), key=_changed_s, reverse=True):
             if (pair := WatchedWorker.read(path)) is not None:
                 found = pair.worker if role == WORKER else pair.watcher
                 return found if found.is_alive() else None
         return None
 
+    def _files(self, name: str) -> list[Path]:
+        """Files of this job's launchers, from their run directories."""
+        return [path for pid in self.launchers for path in self._temporary.glob(f"holdfast-{pid}-*/{name}")]
+
     def describe(self) -> str:
         """What each process waits for; asks workers for their stacks, so it is only for those that are killed next."""
         lines = [f"{process.pid} {command_of(process.pid)[:90]}: {_waits_for(process.pid)}" for process in self.all()]
-        for path in self._temporary.glob("holdfast-*/process-*"):
+        for path in self._files("process-*"):
             pair, rank = WatchedWorker.read(path), path.name.rpartition("-")[2]
             if pair is not None and rank.isdecimal() and pair.worker.is_alive():
                 stack = last_stack(stack_path(path.parent, int(rank)), pair.worker.send)

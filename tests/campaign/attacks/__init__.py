@@ -6,7 +6,7 @@ import importlib
 
 from campaign.attacks.base import Kind
 
-MODULES = ("signals",)
+MODULES = ("signals", "limits", "files", "twins")
 """The families, each a module with ``KINDS``."""
 
 

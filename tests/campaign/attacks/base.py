@@ -148,6 +148,10 @@ class Kind:
         """The worst end of the job that is right."""
         raise NotImplementedError
 
+    def also(self, rng: random.Random, attack: Attack, job: Job) -> tuple[Attack, ...]:
+        """Draw what should happen after it, so that it has an effect: damage is found only by a job that resumes."""
+        return ()
+
     def adjust(self, attack: Attack, job: Job) -> Job:
         """Return the job as the attack needs it, for example with checkpoints; used when the plan is drawn."""
         return job

@@ -42,6 +42,8 @@ class Signal(Kind):
             return End.SURVIVES
         if attack.role == LAUNCHER:
             return End.SURVIVES if attack.values.get("thaw_s") else End.MAY_STOP
+        if attack.role == WORKER and attack.values["signal"] == "SIGINT":
+            return End.MAY_STOP  # in a script this is KeyboardInterrupt, an error of the script like others
         # SIGTERM to mpirun itself ends the job; its death may, too.
         return End.MAY_STOP if attack.role == MPIRUN else End.SURVIVES
 
