@@ -60,9 +60,12 @@ def judge(outcome: Outcome, cache: Path) -> Verdict:
     for found in outcome.found:
         return Verdict(found.kind, str(found))
     last = outcome.resumed or outcome.first
-    verdicts = [
-        _of_run(outcome.first, "", allowed_end(outcome.plan), is_last=outcome.resumed is None),
-        *([_of_run(outcome.resumed, "resumed: ", End.SURVIVES, is_last=True)] if outcome.resumed else []),
+    leave = any(KINDS[each.kind].leaves_files(each) for each in outcome.plan.attacks)
+    allowed = allowed_end(outcome.plan)
+    verdicts = [_of_run(outcome.first, "", allowed, is_last=outcome.resumed is None, may_leave=leave)]
+    if outcome.resumed:
+        verdicts.append(_of_run(outcome.resumed, "resumed: ", End.SURVIVES, is_last=True, may_leave=leave))
+    verdicts += [
         _of_resume(outcome),
         *(_of_result(outcome, last, cache) if last.code == 0 else []),
     ]
@@ -72,14 +75,16 @@ def judge(outcome: Outcome, cache: Path) -> Verdict:
     return Verdict(RIGHT if any(outcome.landed) or not outcome.landed else MISSED, _summary(outcome))
 
 
-def _of_run(ended: Ended, which: str, allowed: End, *, is_last: bool) -> Verdict | None:
+def _of_run(ended: Ended, which: str, allowed: End, *, is_last: bool, may_leave: bool) -> Verdict | None:
     """What is wrong with the end of one run, apart from its result."""
     end = f"{which}{name_of_code(ended.code)}"
     if ended.code is None:
         return Verdict("hang", f"{end}\n{ended.waits}\n{ended.said[-1500:]}")
     if ended.left:
         return Verdict("left-overs", f"{end}: " + "\n".join(ended.left))
-    if ended.files and (ended.code >= 0 or is_last):  # what a killed launcher left is removed by the next one
+    if (
+        ended.files and not may_leave and (ended.code >= 0 or is_last)
+    ):  # what a killed launcher left is removed by the next one
         return Verdict("left-overs", f"{end}: {', '.join(ended.files)}")
     if "Traceback (most recent call last)" in ended.said:
         return Verdict("traceback", f"{end}: {_excerpt(ended.said, 'Traceback')}")

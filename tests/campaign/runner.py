@@ -23,6 +23,8 @@ from campaign.victims import MARK, Processes
 from holdfast.checkpoint import steps, verify
 from holdfast.errors import HoldfastError
 
+ENDS_S = 5.0
+"""How long processes of a job may take to end after its launcher, which waits for them itself."""
 FOLDERS_OF_TORCH = "torchinductor_"
 
 
@@ -62,6 +64,7 @@ class Outcome:
     Args:
         plan: The plan.
         first: The run that was attacked.
+        launcher: PID of its launcher.
         resumed: The run that went on from its checkpoints, if it had stopped.
         intact: The newest intact checkpoint before that, None if there was none.
         landed: For each attack, whether it landed.
@@ -71,6 +74,7 @@ class Outcome:
 
     plan: Plan
     first: Ended
+    launcher: int
     resumed: Ended | None = None
     intact: int | None = None
     landed: list[bool] = field(default_factory=list)
@@ -93,7 +97,7 @@ def run(plan: Plan, folder: Path) -> Outcome:
             for attack in plan.attacks:
                 KINDS[attack.kind].repair(attack, launch)
             outcome.intact = newest_intact(launch.checkpoints)
-            outcome.resumed = _resumed(plan, launch)
+            outcome.resumed = _resumed(plan, launch, outcome.launcher)
     return outcome
 
 
@@ -123,13 +127,18 @@ def _attacked(plan: Plan, launch: Launch) -> Outcome:
     if errors := [thread.error for thread in threads if thread.error is not None]:
         raise errors[0]
     found = [thread.found for thread in threads if thread.found is not None]
-    return Outcome(plan, first, landed=[thread.landed for thread in threads], found=found, notes=running.notes)
+    return Outcome(
+        plan, first, running.process.pid, landed=[thread.landed for thread in threads], found=found, notes=running.notes
+    )
 
 
-def _resumed(plan: Plan, launch: Launch) -> Ended:
+def _resumed(plan: Plan, launch: Launch, before: int) -> Ended:
+    """Run the job again, which also removes what the launcher ``before`` left."""
     report = launch.folder / "report-resumed"
     with started(plan, launch, report, "--resume") as running:
-        return end_of(running, report, jobs.deadline_s(plan.job, ()))
+        ended = end_of(running, report, jobs.deadline_s(plan.job, ()))
+    ended.files += left_files(launch.temporary, [before])
+    return ended
 
 
 @contextlib.contextmanager
@@ -167,7 +176,7 @@ def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[th
     took_s = time.monotonic() - running.began_s
     for striker in strikers:
         striker.join()
-    ends_s = time.monotonic() + (jobs.end_s() if code is not None and code < 0 else 5.0)
+    ends_s = time.monotonic() + (jobs.end_s() if code is not None and code < 0 else ENDS_S)
     while code is not None and (left := running.processes.all()) and time.monotonic() < ends_s:
         time.sleep(0.02)
     left = running.processes.all() if code is not None else []
@@ -189,9 +198,10 @@ def _said(running: Running, report: Path) -> str:
 
 def left_files(temporary: Path, launchers: list[int]) -> list[str]:
     """What a job has left in its temporary directory and in shared memory."""
-    files = [path for path in temporary.iterdir() if not path.name.startswith(FOLDERS_OF_TORCH)]
-    for pid in launchers:
-        files += Path("/dev/shm").glob(f"holdfast-{pid}-*")
+    mine = tuple(f"holdfast-{pid}-" for pid in launchers)
+    others = ("holdfast-", FOLDERS_OF_TORCH)  # of other jobs, and what torch keeps for the next process
+    found = [path for path in temporary.iterdir() if path.name.startswith(mine) or not path.name.startswith(others)]
+    files = [*found, *(path for start in mine for path in Path("/dev/shm").glob(f"{start}*"))]
     return sorted(map(str, files))
 
 

@@ -167,6 +167,10 @@ class Kind:
         """
         return True
 
+    def leaves_files(self, attack: Attack) -> bool:
+        """Whether the job cannot remove its temporary files after it."""
+        return False
+
     def repair(self, attack: Attack, launch: Launch) -> None:
         """Remove the cause before the job is resumed, as an operator would: free the disk, mount it again."""
 

@@ -33,9 +33,10 @@ class Folder(Kind):
         return Attack(self.name, values={"folder": folder}, **moment(rng))
 
     def end(self, attack: Attack, job: Job) -> End:
-        # Checkpoints that cannot be written cost a warning. Without its temporary directory a job cannot start; one that
-        # cannot write its report says so, and ends with 1.
-        return End.SURVIVES if attack.values["folder"] == "saved" else End.REFUSES
+        # Checkpoints that cannot be written cost a warning, but a job does not start where it cannot write any. Without
+        # its temporary directory it cannot start; one that cannot write its report says so, and ends with 1.
+        begun = attack.since != "start"
+        return End.SURVIVES if begun and attack.values["folder"] == "saved" else End.REFUSES
 
     def simpler(self, attack: Attack) -> Iterable[Attack]:
         if attack.values["folder"] != "saved":
@@ -89,19 +90,19 @@ class ReadOnly(Mounted):
 
     def strike(self, attack: Attack, running: Running) -> bool:
         folder = folder_of(attack, running.launch)
-        # A file that is open for writing makes the kernel refuse; a bind mount is made read-only all the same.
-        if subprocess.run(["mount", "-o", "remount,ro", folder], capture_output=True, check=False).returncode:
-            _call("mount", "--bind", folder, folder)
-            running.launch.undo.callback(_call, "umount", "--lazy", folder)
-            _call("mount", "-o", "remount,ro,bind", folder)
+        # The kernel refuses to remount while a file is open for writing. Through a bind mount all new files are refused.
+        _call("mount", "--bind", folder, folder)
+        running.launch.undo.callback(_call, "umount", "--lazy", folder)
+        _call("mount", "-o", "remount,ro,bind", folder)
         running.notes.append(f"{folder.name} is read-only")
         return True
 
-    def end(self, attack: Attack, job: Job) -> End:
-        return super().end(attack, job)
+    def leaves_files(self, attack: Attack) -> bool:
+        return bool(attack.values["folder"] == "t")
 
     def repair(self, attack: Attack, launch: Launch) -> None:
-        _call("mount", "-o", "remount,rw", folder_of(attack, launch))
+        if os.path.ismount(folder_of(attack, launch)):
+            _call("mount", "-o", "remount,rw,bind", folder_of(attack, launch))
 
 
 class Removed(Folder):

@@ -12,8 +12,6 @@ from campaign.attacks.base import End, Found, Kind, Running, moment
 from campaign.plan import Attack, Job
 from campaign.victims import MARK, Processes
 
-TWIN = Job(workers=2, pause_ms=20)
-
 
 class Twin(Kind):
     """Another job starts while the first one runs, with the same ``TMPDIR``; both must end right."""
