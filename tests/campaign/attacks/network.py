@@ -13,14 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from netns import Hosts
-
 from campaign.attacks.base import End, Kind, Launch, Running, moment
 from campaign.attacks.mechanisms import two_nodes
 from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions
 from campaign.attacks.mechanisms.kept import Kept
+from campaign.attacks.mechanisms.shared import Hosts
 from campaign.plan import Attack, Job
 
 PORT = 29400

@@ -14,12 +14,11 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import replace
 
-from s3 import Server, running_server
-
 from campaign.attacks.base import End, Kind, Launch, Running, moment
 from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.bad_server import BadServer, Mode
 from campaign.attacks.mechanisms.kept import Kept
+from campaign.attacks.mechanisms.shared import Server, running_server
 from campaign.plan import Attack, Job
 
 MODES = tuple(mode.value for mode in Mode if mode is not Mode.WORKS)

@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from netns import ip
-
 from campaign.attacks.mechanisms.frame_relay import Conditions, words_of
+from campaign.attacks.mechanisms.shared import ip
 
 SILENT = Conditions(loss=1.0)
 FREE = Conditions()
