@@ -15,13 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
+from netns import make_hosts
+
 from campaign.attacks.mechanisms import cgroups
 from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.bad_server import BadServer, Mode
 from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions, Direction
 from campaign.attacks.mechanisms.preload import COMPILER, BadDisks, WallClock, preload
-from netns import make_hosts
 
 PYTHON = [sys.executable, "-IS", "-c"]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
@@ -117,10 +118,11 @@ class Asked:
 def test_what_is_told_to_a_cable_happens_to_frames(uses_netem):
     hosts = make_hosts(2, net="10.214.0")
     try:
+        inserted = Cable(hosts, 2, uses_netem=uses_netem)
+        if uses_netem and not inserted.has_netem:
+            pytest.skip("the kernel has no netem")
         asked = Asked(hosts)
-        with Cable(hosts, 2, uses_netem=uses_netem) as cable:
-            if uses_netem and not cable.has_netem:
-                pytest.skip("the kernel has no netem")
+        with inserted as cable:
             free_s = asked(10)
             cable.set(Conditions(delay_s=0.05), Conditions(delay_s=0.05))
             late_s = asked(3)

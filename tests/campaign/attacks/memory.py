@@ -82,9 +82,8 @@ class OutOfMemory(Kind):
 
 @contextlib.contextmanager
 def eating(group: ControlGroup):
-    """Have a process take memory in a group, which the kernel never chooses to end."""
-    command = [sys.executable, "-IS", "-c", EATER]
-    with subprocess.Popen(command, preexec_fn=lambda: (_spare(), group.enter())) as eater:
+    """Have a process take memory in a group; it is too small for the kernel to choose it."""
+    with subprocess.Popen([*group.prefix(), sys.executable, "-IS", "-c", EATER], stderr=subprocess.DEVNULL) as eater:
         try:
             yield eater
         finally:
@@ -98,10 +97,6 @@ def _prefer(pid: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _spare() -> None:
-    Path("/proc/self/oom_score_adj").write_text("-1000")
 
 
 class LittleMemory(Kind):

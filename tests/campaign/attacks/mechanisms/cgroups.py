@@ -68,10 +68,6 @@ class ControlGroup:
         """End all processes of the group, and remove it."""
         self._removed.__exit__(None, None, None)
 
-    def enter(self) -> None:
-        """Move the calling process into the group: for what runs between ``fork`` and ``exec``."""
-        (self.path / "cgroup.procs").write_text("0")
-
     def prefix(self) -> list[str]:
         """What to put before a command so that it runs in the group, in the command's own process."""
         return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self.path / "cgroup.procs")]
