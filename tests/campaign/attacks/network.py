@@ -31,7 +31,7 @@ for name in "$@"; do
 done
 """
 MILD = {
-    "delay": ({"delay_s": 0.02}, {"delay_s": 0.1, "jitter_s": 0.05}, {"delay_s": 0.4}),
+    "delay": ({"delay_s": 0.02}, {"delay_s": 0.1, "jitter_s": 0.05}, {"delay_s": 0.2}),
     "loss": ({"loss": 0.01}, {"loss": 0.05}, {"loss": 0.15, "delay_s": 0.005}),
     "reorder": ({"delay_s": 0.01, "reorder": 0.2}, {"delay_s": 0.03, "jitter_s": 0.02, "reorder": 0.5}),
     "duplicate": ({"duplicate": 0.1}, {"duplicate": 0.9, "delay_s": 0.01}),
@@ -40,6 +40,10 @@ MILD = {
 """What a job must survive, for as long as it lasts: TCP mends it, and takes its time."""
 WAYS = ("both", "away", "toward")
 """Frames in both directions, those from the second node, or those to it: then its connections are half-open."""
+
+
+WORKERS = 3
+"""Of a job of ``--hosts``: two on the first host, one on the second."""
 
 
 @dataclass
@@ -58,24 +62,47 @@ class Network:
 _NETWORKS: Kept[Network] = Kept()
 
 
-def _network(launch: Launch) -> Network:
-    hosts = Hosts(2, net="10.213.0", prefix=f"campaign{uuid.uuid4().hex[:6]}-")
+def _make_network(launch: Launch) -> Network:
+    hosts = Hosts(2, net="10.213.0", prefix=_new_prefix())
     launch.undo.enter_context(afterwards(REMOVE, *map(hosts.name, range(3))))
     hosts.make()
-    cable = launch.undo.enter_context(Cable(hosts, 2))
+    return Network(hosts, launch.undo.enter_context(Cable(hosts, 2)))
+
+
+def _new_prefix() -> str:
+    return f"campaign{uuid.uuid4().hex[:6]}-"
+
+
+def _start_two_launchers(launch: Launch, hosts: Hosts) -> None:
     options = ["--rdzv", f"holdfast://{hosts.address(1)}:{PORT}", *OPTIONS]
     told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options}
     launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
-    return Network(hosts, cable)
+
+
+def _start_on_hosts(launch: Launch, hosts: Hosts) -> None:
+    agent = launch.folder / "agent.sh"
+    hosts.write_agent(agent)
+    launch.words[:0] = hosts.inside(1)
+    launch.options += ["--hosts", f"{hosts.address(1)}:2,{hosts.address(2)}:1"]
+    launch.options += ["--launch-agent", str(agent), "--node-timeout", "4"]
 
 
 class NetworkKind(Kind):
-    """An attack on the cable of the second of two nodes."""
+    """An attack on the cable of the second of two machines, of a job that begins with ``prefix``.
+
+    Args:
+        prefix: "net" for two launchers over Gloo, "hosts" for one ``mpirun`` over both.
+        what: What happens to frames.
+    """
+
+    def __init__(self, prefix: str, what: str) -> None:
+        self.name, self._what = f"{prefix}-{what}", what
+        self._has_launchers = prefix == "net"
 
     def missing(self) -> str:
         if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
             return "network namespaces need root, ip, unshare and hostname"
-        hosts = Hosts(1, prefix=f"campaign{uuid.uuid4().hex[:6]}-")
+        hosts = Hosts(1, prefix=_new_prefix())
         try:
             hosts.make()
         except subprocess.CalledProcessError as error:
@@ -84,17 +111,24 @@ class NetworkKind(Kind):
         return ""
 
     def suits(self, job: Job) -> bool:
-        return job.fabric == "gloo" and job.script == "session" and job.strategy == "rollback"
+        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in ("pipeline", "sharded")
+        return is_simple and job.fabric == ("gloo" if self._has_launchers else "ulfm")
 
     def adjust(self, attack: Attack, job: Job) -> Job:
-        """Two nodes have twice as many workers."""
-        return replace(job, workers=min(job.workers, 2), spares=0, respawn=False)
+        """Two launchers have twice as many workers."""
+        workers = min(job.workers, 2) if self._has_launchers else WORKERS
+        return replace(job, workers=workers, spares=0, respawn=False)
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
-        _NETWORKS.make(launch, lambda: _network(launch))
+        network, is_new = _NETWORKS.make(launch, lambda: _make_network(launch))
+        if is_new:
+            (_start_two_launchers if self._has_launchers else _start_on_hosts)(launch, network.hosts)
 
-    def _strike(self, running: Running, conditions: dict[str, Any], attack: Attack) -> bool:
+    def strike(self, attack: Attack, running: Running) -> bool:
+        if running.is_over():
+            return False
         network, values = _NETWORKS.get(running.launch), attack.values
+        conditions = self._conditions(attack)
         network.set(values["way"], **conditions)
         running.notes.append(f"cable of node 1, {values['way']}: {conditions}")
         if lasts_s := values["lasts_s"]:
@@ -102,17 +136,21 @@ class NetworkKind(Kind):
             network.set("both")
         return True
 
+    def repair(self, attack: Attack, launch: Launch) -> None:
+        _NETWORKS.get(launch).set("both")
+
     def simpler(self, attack: Attack) -> Iterable[Attack]:
         if attack.values["way"] != "both":
             yield replace(attack, values={**attack.values, "way": "both"})
+
+    def _conditions(self, attack: Attack) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 class Disturbed(NetworkKind):
     """Frames arrive late, not at all, in another order, twice, or not many at a time."""
 
-    def __init__(self, what: str) -> None:
-        self.name, self._what = f"net-{what}", what
-        self.weight = 0.4
+    weight = 0.4
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         values = {"way": rng.choice(WAYS), "degree": rng.randrange(len(MILD[self._what]))}
@@ -121,34 +159,32 @@ class Disturbed(NetworkKind):
     def end(self, attack: Attack, job: Job) -> End:
         return End.SURVIVES
 
-    def strike(self, attack: Attack, running: Running) -> bool:
-        return not running.is_over() and self._strike(running, MILD[self._what][attack.values["degree"]], attack)
-
     def simpler(self, attack: Attack) -> Iterable[Attack]:
         yield from super().simpler(attack)
         if attack.values["degree"]:
             yield replace(attack, values={**attack.values, "degree": 0})
 
+    def _conditions(self, attack: Attack) -> dict[str, Any]:
+        return MILD[self._what][attack.values["degree"]]
+
 
 class Silent(NetworkKind):
-    """No frame arrives, in one direction or both: the first node goes on without the second if it lasts."""
-
-    name = "net-silence"
-    weight = 1.0
+    """No frame arrives, in one direction or both: the first machine goes on without the second if it lasts."""
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         values = {"way": rng.choice(WAYS), "lasts_s": rng.choice((0, 0, 0.5, 2.0, 8.0))}
         return Attack(self.name, values=values, **moment(rng))
 
     def end(self, attack: Attack, job: Job) -> End:
-        """Before the nodes have met, none can do anything alone."""
+        """Before the machines have met, none can do anything alone."""
         return End.REFUSES if attack.since == "start" else End.SURVIVES
 
-    def strike(self, attack: Attack, running: Running) -> bool:
-        return not running.is_over() and self._strike(running, {"loss": 1.0}, attack)
-
-    def repair(self, attack: Attack, launch: Launch) -> None:
-        _NETWORKS.get(launch).set("both")
+    def _conditions(self, attack: Attack) -> dict[str, Any]:
+        return {"loss": 1.0}
 
 
-KINDS: tuple[Kind, ...] = (*map(Disturbed, MILD), Silent())
+KINDS: tuple[Kind, ...] = tuple(
+    kind
+    for prefix in ("net", "hosts")
+    for kind in (*(Disturbed(prefix, what) for what in MILD), Silent(prefix, "silence"))
+)
