@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from netns import make_hosts
 
-from campaign.attacks.mechanisms import cgroups
+from campaign.attacks.mechanisms import cgroups, two_nodes
 from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.bad_server import BadServer, Mode
 from campaign.attacks.mechanisms.cables import Cable
@@ -143,6 +143,15 @@ def test_what_is_told_to_a_cable_happens_to_frames(uses_netem):
     assert min(free_s) < 0.05
     assert min(late_s) >= 0.1
     assert silent == half_open == [None, None]
+
+
+def test_each_node_has_its_own_command_and_report():
+    command = ["python", "-m", "holdfast", "run", "-n", "2", "--report", "there", "script.py"]
+    first, second = (two_nodes.words_of_node(node, ["on", str(node)], ["--rdzv", "url"], command) for node in range(2))
+
+    same = ["python", "-m", "holdfast", "run", "--nnodes", "2", "--node-rank"]
+    assert first == ["on", "0", *same, "0", "--rdzv", "url", "-n", "2", "--report", "there", "script.py"]
+    assert second == ["on", "1", *same, "1", "--rdzv", "url", "-n", "2", "--report", "there-of-node-1", "script.py"]
 
 
 # ------------------------------------------------------------------------------------------------- clocks and disks
