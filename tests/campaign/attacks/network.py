@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from campaign.attacks.base import End, Kind, Launch, Running, moment
@@ -125,6 +126,9 @@ class NetworkKind(Kind):
             (_start_two_launchers if self._has_launchers else _start_on_hosts)(launch, network.hosts)
 
     def strike(self, attack: Attack, running: Running) -> bool:
+        while len(list(Path(running.launch.checkpoints).glob("step-*/manifest.json"))) < attack.values["saved"]:
+            if not running.sleep(0.01):
+                return False
         if running.is_over():
             return False
         network, values = _NETWORKS.get(running.launch), attack.values
@@ -143,6 +147,16 @@ class NetworkKind(Kind):
         if attack.values["way"] != "both":
             yield replace(attack, values={**attack.values, "way": "both"})
 
+    def is_from_the_start(self, attack: Attack) -> bool:
+        """Whether it may come before the machines have met."""
+        return attack.since == "start" and not attack.values["saved"]
+
+    def _draw(self, rng: random.Random, **values: Any) -> Attack:
+        """Draw the time: workers on several hosts keep their records there, so commits are not seen here."""
+        at = moment(rng) if self._has_launchers else {"since": "start", "ms": round(rng.uniform(1, 1000), 1)}
+        saved = 0 if self._has_launchers else rng.choice((0, 1, 1, 2))
+        return Attack(self.name, values={**values, "way": rng.choice(WAYS), "saved": saved}, **at)
+
     def _conditions(self, attack: Attack) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -153,8 +167,7 @@ class Disturbed(NetworkKind):
     weight = 0.4
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
-        values = {"way": rng.choice(WAYS), "degree": rng.randrange(len(MILD[self._what]))}
-        return Attack(self.name, values=values | {"lasts_s": rng.choice((0, 2.0, 5.0))}, **moment(rng))
+        return self._draw(rng, degree=rng.randrange(len(MILD[self._what])), lasts_s=rng.choice((0, 2.0, 5.0)))
 
     def end(self, attack: Attack, job: Job) -> End:
         return End.SURVIVES
@@ -172,12 +185,11 @@ class Silent(NetworkKind):
     """No frame arrives, in one direction or both: the first machine goes on without the second if it lasts."""
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
-        values = {"way": rng.choice(WAYS), "lasts_s": rng.choice((0, 0, 0.5, 2.0, 8.0))}
-        return Attack(self.name, values=values, **moment(rng))
+        return self._draw(rng, lasts_s=rng.choice((0, 0, 0.5, 2.0, 8.0)))
 
     def end(self, attack: Attack, job: Job) -> End:
         """Before the machines have met, none can do anything alone."""
-        return End.REFUSES if attack.since == "start" else End.SURVIVES
+        return End.REFUSES if self.is_from_the_start(attack) else End.SURVIVES
 
     def _conditions(self, attack: Attack) -> dict[str, Any]:
         return {"loss": 1.0}
