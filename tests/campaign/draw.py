@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from campaign.attacks import KINDS
+from campaign.attacks.base import Kind
 from campaign.jobs import SPLIT
 from campaign.plan import Job, Plan
 
@@ -20,6 +21,7 @@ def draw(seed: int, kinds: frozenset[str] | None = None) -> Plan:
     attacks = []
     for _ in range(rng.choice(COUNTS)):
         usable = [kind for name, kind in sorted(KINDS.items()) if (not kinds or name in kinds) and kind.suits(job)]
+        usable = [kind for kind in usable if not any(_conflict(kind, KINDS[each.kind]) for each in attacks)]
         if not usable:
             break
         kind = rng.choices(usable, [each.weight for each in usable])[0]
@@ -27,6 +29,11 @@ def draw(seed: int, kinds: frozenset[str] | None = None) -> Plan:
         job = kind.adjust(attacks[-1], job)
         attacks += kind.also(rng, attacks[-1], job)
     return Plan(job, tuple(attacks), seed)
+
+
+def _conflict(kind: Kind, other: Kind) -> bool:
+    """Whether the kinds are of two families that replace the same of a job."""
+    return bool(kind.takes) and kind.takes == other.takes and type(kind).__module__ != type(other).__module__
 
 
 def draw_job(rng: random.Random) -> Job:

@@ -63,7 +63,7 @@ def deadline_s(job: Job, attacks: tuple[Attack, ...]) -> float:
     """How long a job may take, from its options: a start for each attempt, the longest limit for each attack."""
     lasts_s = sum(float(each.values.get("lasts_s", each.values.get("thaw_s", 0))) for each in attacks)
     attempts = 1 + min(len(attacks), MAX_RESTARTS)
-    stuck_s = LONGEST_TIMES * HANG_S + STALL_S + (NODE_S if job.nodes > 1 else 0)
+    stuck_s = LONGEST_TIMES * HANG_S + STALL_S + NODE_S
     return attempts * (START_S + BUSY_S) + len(attacks) * stuck_s + 1.5 * GRACE_S + lasts_s
 
 
@@ -81,7 +81,7 @@ def clean_env(**extra: str) -> dict[str, str]:
 
 def case_of(job: Job) -> Job:
     """The job of whose end the bits are compared: only what decides them differs from the default."""
-    workers = job.workers * job.nodes if job.script == "ddp" else 1
+    workers = job.workers if job.script == "ddp" else 1
     plain = Job(script=job.script, model=job.model, optimizer=job.optimizer, workers=workers, every=0, pause_ms=0)
     return plain if job.script == "ddp" else replace(plain, fabric="virtual")
 

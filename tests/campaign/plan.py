@@ -28,8 +28,6 @@ class Job:
         flip: A fault that the job injects into itself, as of ``--inject``; "" for none.
         pause_ms: Time before each step, so that attacks have time to hit it.
         preload: Whether workers are forked from a process that has imported torch.
-        hosts: Number of hosts, of which all are this machine; 0: without ``--hosts``.
-        nodes: Number of launchers, each with ``workers`` workers; above 1 only over "gloo".
     """
 
     script: str = "session"
@@ -45,8 +43,6 @@ class Job:
     flip: str = ""
     pause_ms: int = 50
     preload: bool = True
-    hosts: int = 0
-    nodes: int = 1
 
 
 @dataclass(frozen=True)

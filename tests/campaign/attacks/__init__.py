@@ -6,7 +6,18 @@ import importlib
 
 from campaign.attacks.base import Kind
 
-MODULES = ("signals", "limits", "files", "twins")
+MODULES = (
+    "signals",
+    "limits",
+    "files",
+    "twins",
+    "memory",
+    "clocks",
+    "disks",
+    "network",
+    "object_storage",
+    "stores",
+)
 """The families, each a module with ``KINDS``."""
 
 

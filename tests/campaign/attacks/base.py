@@ -52,7 +52,6 @@ class Launch:
         env: Environment of the launcher and of all that it starts.
         options: Options of ``holdfast run`` that are added before the script.
         checkpoints: Folder or URL of checkpoints.
-        node_words: A prefix of the command for each node of a job with several; empty: none.
         undo: What to undo after the plan, its resumed run included: mounts, namespaces, servers.
     """
 
@@ -61,7 +60,6 @@ class Launch:
     env: dict[str, str]
     checkpoints: str
     options: list[str] = field(default_factory=list)
-    node_words: dict[int, list[str]] = field(default_factory=dict)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -131,6 +129,9 @@ class Kind:
 
     weight = 1.0
     """How often it is drawn, relative to others."""
+
+    takes = ""
+    """What of the job it replaces, such as its nodes; kinds of two families that replace the same are in no plan together."""
 
     def missing(self) -> str:
         """Why it cannot be done on this machine, "" if it can: not root, no such command. Asked once a campaign."""

@@ -140,17 +140,17 @@ class Damage(Kind):
         if rng.random() < 0.3:
             return ()
         name = rng.choice(("SIGKILL", "SIGKILL", "SIGTERM"))
-        ms = round(attack.ms + rng.uniform(0, 100), 1)
+        ms = round(attack.ms + rng.uniform(0, 300), 1)
         return (Attack("signal", LAUNCHER, attack.since, ms, {"signal": name}),)
 
     def end(self, attack: Attack, job: Job) -> End:
         return End.SURVIVES
 
     def strike(self, attack: Attack, running: Running) -> bool:
-        complete = sorted(Path(running.launch.checkpoints).glob("step-*/manifest.json"))
         number = attack.values["newest"]
-        if len(complete) <= number:
-            return False
+        while len(complete := sorted(Path(running.launch.checkpoints).glob("step-*/manifest.json"))) <= number:
+            if not running.sleep(0.01):
+                return False
         manifest = complete[-1 - number]
         files = sorted(path for path in manifest.parent.rglob("*") if path.is_file() and path != manifest)
         if attack.values["file"] == "data" and not files:
