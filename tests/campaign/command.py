@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.draw import draw
-from campaign.judge import Verdict, judge
+from campaign.judge import NOT_JUDGED, Verdict, judge
 from campaign.plan import Plan
 from campaign.results import Result, Results, commit_of, summary
 from campaign.runner import Outcome, remove, run
@@ -31,7 +32,7 @@ def main(words: list[str] | None = None) -> int:
     options = _parse(words)
     results = Results(options.out)
     if options.summary:
-        print(summary(results.all()))
+        print(summary(results.newest()))
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     campaign = Campaign(results, options)
@@ -51,7 +52,9 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-shrink", action="store_true", help="leave failing plans as they were drawn")
     parser.add_argument("--keep", action="store_true", help="keep the folders of failing plans")
     parser.add_argument("--again", action="store_true", help="also run seeds of which the folder has a result")
-    parser.add_argument("--summary", action="store_true", help="print the summary of the folder's results")
+    parser.add_argument(
+        "--summary", action="store_true", help="print the summary of the folder's results with the newest commit"
+    )
     parser.add_argument("--out", type=Path, default=Path(DEFAULT_OUT), help="folder of the results")
     options = parser.parse_args(words)
     options.only = frozenset(filter(None, options.only.split(",")))
@@ -103,7 +106,7 @@ class Campaign:
                         done += self._finished(running)
             except KeyboardInterrupt:
                 self.is_stopped = True
-                self._say("stopping: waiting for the plans that run; a second Ctrl-C leaves them")
+                self._say("stopping: waiting for the plans that run")
             while running:
                 done += self._finished(running)
         return done
@@ -117,30 +120,31 @@ class Campaign:
         """Run, judge and, if it fails, shrink a plan."""
         outcome, verdict = self._try(plan, keeps=self.options.keep)
         shrunk = ""
-        if verdict.is_wrong and not self.options.no_shrink and not self.is_stopped:
+        if verdict.is_wrong and outcome and not self.options.no_shrink and not self.is_stopped:
             self._say(f"seed {plan.seed}: {verdict.kind}; shrinking it\n{verdict.text}")
             smallest = shrink(plan, lambda other: self._try(other)[1].kind == verdict.kind)
             shrunk = smallest.to_json() if smallest != plan else ""
-        kinds = list(zip((each.kind for each in plan.attacks), outcome.landed, strict=True))
-        text = verdict.text[:4000]
-        result = Result(plan.to_json(), verdict.kind, text, round(outcome.took_s, 2), kinds, self.commit, shrunk)
+        landed = outcome.landed if outcome else [False] * len(plan.attacks)
+        kinds = list(zip((each.kind for each in plan.attacks), landed, strict=True))
+        took_s = round(outcome.took_s, 2) if outcome else 0.0
+        result = Result(plan.to_json(), verdict.kind, verdict.text[:4000], took_s, kinds, self.commit, shrunk)
         self.results.add(result)
         self._say_result(plan, result)
         return result
 
-    def _try(self, plan: Plan, *, keeps: bool = False) -> tuple[Outcome, Verdict]:
+    def _try(self, plan: Plan, *, keeps: bool = False) -> tuple[Outcome | None, Verdict]:
         """Run and judge a plan once."""
         folder = Path(tempfile.mkdtemp(prefix="campaign-"))
-        kept = False
+        outcome = None
         try:
             outcome = run(plan, folder)
             verdict = judge(outcome, self.cache)
-            kept = keeps and verdict.is_wrong
-            if kept:
-                self._say(f"seed {plan.seed}: kept in {folder}")
-        finally:
-            if not kept:
-                remove(folder)
+        except Exception:  # the other plans go on; the campaign ends with exit code 1
+            verdict = Verdict(NOT_JUDGED, traceback.format_exc())
+        if keeps and verdict.is_wrong:
+            self._say(f"seed {plan.seed}: kept in {folder}")
+        else:
+            remove(folder)
         return outcome, verdict
 
     def _say_result(self, plan: Plan, result: Result) -> None:

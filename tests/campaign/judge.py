@@ -14,6 +14,8 @@ from campaign.plan import WATCHER, WORKER, Plan
 from campaign.runner import Ended, Outcome, name_of_code
 
 RIGHT, MISSED = "right", "missed"
+NOT_JUDGED = "not judged"
+"""An error of the campaign itself."""
 WRONG = (
     "hang",
     "left-overs",

@@ -58,6 +58,11 @@ class Results:
         lines = self._path.read_text().splitlines()
         return [Result(**json.loads(line)) for line in lines if line.endswith("}")]  # the last one may be torn
 
+    def newest(self) -> list[Result]:
+        """The results with the newest commit, of each plan the last one."""
+        found = self.all()
+        return list({each.plan: each for each in found if each.commit == found[-1].commit}.values())
+
     def seeds_of(self, commit: str) -> set[int]:
         """Seeds of the plans that were run with a commit."""
         return {result.seed for result in self.all() if result.commit == commit and result.seed is not None}

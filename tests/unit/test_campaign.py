@@ -179,5 +179,6 @@ def test_results_are_kept_line_by_line_and_a_torn_line_is_left_out(tmp_path):
 
     assert results.seeds_of("abc") == {3, 4}
     assert results.seeds_of("other") == set()
+    assert results.newest() == [right, wrong]
     assert "| `signal` | 2 | 2 | 1 | 1 | 4 (hang) |" in summary(results.all())
     assert "2 plans, seeds 3 to 4: 1 right, 1 hang; 5.0 s a plan." in summary(results.all())

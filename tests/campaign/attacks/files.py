@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from campaign.attacks.base import End, Kind, Launch, Running, moment
+from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.plan import LAUNCHER, Attack, Job
 
 SIZE = "48m"
@@ -54,7 +55,7 @@ class Mounted(Folder):
         folder.mkdir(exist_ok=True)
         if not os.path.ismount(folder):
             _call("mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", folder)
-            launch.undo.callback(_call, "umount", "--lazy", folder)
+            launch.undo.enter_context(afterwards('umount --lazy "$1"', folder))
 
 
 class Full(Mounted):
@@ -92,7 +93,7 @@ class ReadOnly(Mounted):
         folder = folder_of(attack, running.launch)
         # The kernel refuses to remount while a file is open for writing. Through a bind mount all new files are refused.
         _call("mount", "--bind", folder, folder)
-        running.launch.undo.callback(_call, "umount", "--lazy", folder)
+        running.launch.undo.enter_context(afterwards('umount --lazy "$1"', folder))
         _call("mount", "-o", "remount,ro,bind", folder)
         running.notes.append(f"{folder.name} is read-only")
         return True
