@@ -40,7 +40,7 @@ LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 opentelemetry
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs readme test test-torch integrations torch-suite nightly ray loggers browser pictures check fuzz golden chaos chaos-20 long-life proof bench bench-sinks bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch integrations torch-suite nightly ray loggers browser pictures check fuzz golden chaos soak soak-20 long-life proof bench bench-sinks bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,7 +64,8 @@ integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works w
 torch-suite: .venv-torch-suite/.ready  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend over both fabrics: minutes
 	.venv-torch-suite/bin/python tests/torch_suite
 
-nightly: torch-suite chaos-20  ## What is too long for every change: PyTorch's own tests, twenty minutes of random faults
+nightly: torch-suite soak-20  ## What is too long for every change: PyTorch's own tests, twenty minutes of random faults and of attacks
+	$(MAKE) --no-print-directory chaos MINUTES=20 SEED=$$(date +%Y%j0000)
 
 ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
 	.venv-ray/bin/python -m pytest -m "not soak" tests/integrations/test_ray.py tests/integrations/test_ray_docs.py
@@ -100,13 +101,18 @@ readme: $(READY)  ## Record a run with kills, and put its output and its picture
 golden: $(READY)  ## What runs, files and commands give, against the kept record, or against another revision: make golden BASE=main
 	$(PY) tests/golden $(if $(BASE),judge --base $(BASE),check)
 
-chaos: $(READY)  ## The long random campaigns: hours
+# A plan may be given as JSON, and has no apostrophe.
+chaos: $(READY)  ## Jobs that the operating system attacks, by random plans: make chaos RUNS=2000 SEED=1 JOBS=2, or PLAN='...'
+	PYTHONPATH=tests $(PY) -m campaign --jobs $(or $(JOBS),2) $(if $(PLAN),--plan '$(PLAN)',--seed $(or $(SEED),1) \
+		$(if $(MINUTES),--minutes $(MINUTES) $(if $(RUNS),--runs $(RUNS)),--runs $(or $(RUNS),2000))) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
+
+soak: $(READY)  ## The long random campaigns of faults that a job injects into itself, and all long tests: hours
 	$(PY) -m pytest -m soak
 
 long-life: $(READY)  ## 100,000 steps and a death every 1,000: what grows? A quarter of an hour; FABRIC=ulfm STEPS=20000
 	$(PY) benchmarks/long_life.py --fabric $(or $(FABRIC),gloo) --steps $(or $(STEPS),100000)
 
-chaos-20: $(READY)  ## Twenty minutes of random faults over both fabrics
+soak-20: $(READY)  ## Twenty minutes of random faults over both fabrics
 	$(PY) tests/support/soak.py --minutes 20
 
 proof: $(READY)  ## Eleven faults, one worker of twelve left, the same bits to the last step: two minutes

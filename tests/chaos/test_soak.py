@@ -1,4 +1,4 @@
-"""Random plans, judged by one hash: a few in every run of the tests, a long campaign with ``make chaos``; see ``soak.py``.
+"""Random plans, judged by one hash: a few in every run of the tests, a long campaign with ``make soak``; see ``soak.py``.
 
 HOLDFAST_SOAK_RUNS and HOLDFAST_SOAK_SEED choose the campaign.
 """

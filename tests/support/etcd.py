@@ -84,6 +84,13 @@ class Cluster:
     def pause(self, number):
         self._processes[number].send_signal(signal.SIGSTOP)
 
+    def resume(self, number):
+        self._processes[number].send_signal(signal.SIGCONT)
+
+    def pids(self):
+        """The running members' PIDs by number."""
+        return {number: process.pid for number, process in self._processes.items()}
+
     def log_in(self, user, password):
         """Log in to a cluster with users; return the headers."""
         return {"Authorization": self.ask("auth/authenticate", name=user, password=password)["token"]}

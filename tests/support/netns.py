@@ -25,11 +25,17 @@ def ip(*words):
 
 
 class Hosts:
-    """Hosts numbered from 1."""
+    """Hosts numbered from 1.
 
-    def __init__(self, count, net="10.201.0"):
+    Args:
+        count: Number of hosts.
+        net: First three numbers of their addresses.
+        prefix: Beginning of the names of their namespaces, if this process needs several sets of hosts at a time.
+    """
+
+    def __init__(self, count, net="10.201.0", prefix=""):
         self.net = net
-        self.prefix = f"holdfast{os.getpid()}-"
+        self.prefix = prefix or f"holdfast{os.getpid()}-"
         self._switch = f"{self.prefix}0"
         self._numbers = range(1, count + 1)
 

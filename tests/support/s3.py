@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, url, process):
         self.url = url
-        self.kill = process.kill
+        self.kill, self.pid = process.kill, process.pid
         self.env = {
             "NO_PROXY": "127.0.0.1",
             "AWS_ACCESS_KEY_ID": "test",

@@ -1,6 +1,6 @@
 """deploy/Dockerfile: it fits the linter and the manifests, and copies all that its commands need.
 
-No image is built here: that takes a daemon. The commands of its build stage are executed in a folder, by `make chaos`.
+No image is built here: that takes a daemon. The commands of its build stage are executed in a folder, by `make soak`.
 """
 
 from __future__ import annotations

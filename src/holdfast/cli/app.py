@@ -21,6 +21,7 @@ from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, our_name, run
 from holdfast.cli.status import status
+from holdfast.cli.system_errors import refusal
 from holdfast.cli.tables import need_command
 from holdfast.cli.top import top
 from holdfast.cli.verify import verify
@@ -82,6 +83,11 @@ def main(args: Sequence[str]) -> NoReturn:
         message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
         print(f"error: {message}{_all_options(error)}", file=sys.stderr)
         sys.exit(2)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if debug or not (why := refusal(error)):
+            raise
+        print(f"error: {clean(why)}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:

@@ -1,0 +1,101 @@
+"""Limits of the kernel on the processes of a job: open files, memory, file size, processor time, processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+from collections.abc import Iterable
+from dataclasses import replace
+
+from campaign.attacks.base import End, Kind, Launch, Running, moment
+from campaign.plan import LAUNCHER, WORKER, Attack, Job
+
+MB = 1 << 20
+AT_START = {
+    "nofile": (8, 16, 24, 32, 48, 64, 96, 128, 256),
+    "as": tuple(size * MB for size in (64, 256, 512, 1024, 2048, 3072, 6144)),
+    "fsize": (0, 1, 512, 4096, 65536, MB),
+    "stack": (64 << 10, 512 << 10, 8 * MB),
+    "nproc": (1, 8, 32),
+    "memlock": (0,),
+    "core": (0,),
+}
+"""Values of a limit from the start on; some are enough."""
+LATER = {"nofile": (0, 4, 12, 40), "as": (0, 64 * MB), "fsize": (0, 512, 65536), "cpu": (1,)}
+"""Values of a limit of a running process; of files and memory, beyond what it has."""
+
+
+class StartLimit(Kind):
+    """A limit from the launcher's start on, which all of the job inherits."""
+
+    name = "limit-at-start"
+    weight = 1.5
+
+    def draw(self, rng: random.Random, job: Job) -> Attack:
+        limit = rng.choice([name for name in AT_START if name != "nproc" or os.getuid()])  # root has none of processes
+        return Attack(self.name, values={"limit": limit, "value": rng.choice(AT_START[limit])})
+
+    def end(self, attack: Attack, job: Job) -> End:
+        return End.REFUSES
+
+    def prepare(self, attack: Attack, launch: Launch) -> None:
+        launch.words[:0] = _prefix(attack)
+
+    def strike(self, attack: Attack, running: Running) -> bool:
+        running.notes.append(f"{attack.values['limit']} limited to {attack.values['value']}")
+        return True
+
+    def repair(self, attack: Attack, launch: Launch) -> None:
+        prefix = _prefix(attack)
+        at = next(i for i in range(len(launch.words)) if launch.words[i : i + len(prefix)] == prefix)
+        del launch.words[at : at + len(prefix)]
+
+    def simpler(self, attack: Attack) -> Iterable[Attack]:
+        values = AT_START[attack.values["limit"]]
+        larger = [value for value in values if value > attack.values["value"]]
+        return [replace(attack, values={**attack.values, "value": value}) for value in reversed(larger)]
+
+
+class LaterLimit(Kind):
+    """A limit that a running process gets from outside."""
+
+    name = "limit"
+
+    def draw(self, rng: random.Random, job: Job) -> Attack:
+        victims = [LAUNCHER] if job.fabric == "virtual" else [LAUNCHER, *[f"{WORKER} {i}" for i in range(job.workers)]]
+        victim, limit = rng.choice(victims), rng.choice(sorted(LATER))
+        values = {"limit": limit, "value": rng.choice(LATER[limit])}
+        return Attack(self.name, victim, values=values, **moment(rng, victim))
+
+    def end(self, attack: Attack, job: Job) -> End:
+        return End.MAY_STOP
+
+    def strike(self, attack: Attack, running: Running) -> bool:
+        process = running.processes.wait_for(attack.victim, running)
+        if process is None:
+            return False
+        limit, value = attack.values["limit"], attack.values["value"]
+        try:
+            value += {"nofile": _highest_file, "as": _address_space}.get(limit, lambda pid: 0)(process.pid)
+            resource.prlimit(process.pid, getattr(resource, f"RLIMIT_{limit.upper()}"), (value, value))
+        except OSError:  # it has just ended
+            return False
+        running.notes.append(f"{limit} of {attack.victim} limited to {value}")
+        return True
+
+
+def _prefix(attack: Attack) -> list[str]:
+    return ["prlimit", f"--{attack.values['limit']}={attack.values['value']}"]
+
+
+def _highest_file(pid: int) -> int:
+    return 1 + max((int(name) for name in os.listdir(f"/proc/{pid}/fd")), default=0)
+
+
+def _address_space(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+KINDS: tuple[Kind, ...] = (StartLimit(), LaterLimit())

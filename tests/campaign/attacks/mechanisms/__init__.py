@@ -1,0 +1,1 @@
+"""What the families of attacks do to the operating system; nothing here knows of jobs or plans."""

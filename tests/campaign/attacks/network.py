@@ -1,0 +1,204 @@
+"""The network between two nodes, which are namespaces: delay, loss, reordering, little bandwidth, silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from campaign.attacks.base import End, Kind, Launch, Running, moment
+from campaign.attacks.mechanisms import two_nodes
+from campaign.attacks.mechanisms.afterwards import afterwards
+from campaign.attacks.mechanisms.cables import Cable
+from campaign.attacks.mechanisms.frame_relay import Conditions
+from campaign.attacks.mechanisms.kept import Kept
+from campaign.attacks.mechanisms.shared import Hosts
+from campaign.plan import Attack, Job
+
+PORT = 29400
+OPTIONS = ["--rdzv-token", "a secret", "--rdzv-timeout", "20", "--node-timeout", "4"]
+REMOVE = """
+for name in "$@"; do
+    for pid in $(ip netns pids "$name"); do kill -KILL "$pid"; done
+    ip netns del "$name"
+done
+"""
+MILD = {
+    "delay": ({"delay_s": 0.02}, {"delay_s": 0.1, "jitter_s": 0.05}, {"delay_s": 0.2}),
+    "loss": ({"loss": 0.01}, {"loss": 0.05}, {"loss": 0.15, "delay_s": 0.005}),
+    "reorder": ({"delay_s": 0.01, "reorder": 0.2}, {"delay_s": 0.03, "jitter_s": 0.02, "reorder": 0.5}),
+    "duplicate": ({"duplicate": 0.1}, {"duplicate": 0.9, "delay_s": 0.01}),
+    "bandwidth": ({"rate": 1_000_000}, {"rate": 100_000}),
+}
+"""What a job must survive, for as long as it lasts: TCP mends it, and takes its time."""
+WAYS = ("both", "away", "toward")
+"""Frames in both directions, those from the second node, or those to it: then its connections are half-open."""
+
+
+WORKERS = 3
+"""Of a job of ``--hosts``: two on the first host, one on the second."""
+
+
+@dataclass
+class Network:
+    """Two hosts, and the cable of the second."""
+
+    hosts: Hosts
+    cable: Cable
+
+    def set(self, way: str, **conditions: float) -> None:
+        """Change what happens to frames."""
+        there, free = Conditions(**conditions), Conditions()
+        self.cable.set(there if way != "toward" else free, there if way != "away" else free)
+
+
+_NETWORKS: Kept[Network] = Kept()
+
+
+def _make_network(launch: Launch) -> Network:
+    hosts = Hosts(2, net="10.213.0", prefix=_new_prefix())
+    launch.undo.enter_context(afterwards(REMOVE, *map(hosts.name, range(3))))
+    hosts.make()
+    return Network(hosts, launch.undo.enter_context(Cable(hosts, 2)))
+
+
+def _new_prefix() -> str:
+    return f"campaign{uuid.uuid4().hex[:6]}-"
+
+
+def _start_two_launchers(launch: Launch, hosts: Hosts) -> None:
+    options = ["--rdzv", f"holdfast://{hosts.address(1)}:{PORT}", *OPTIONS]
+    told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options}
+    launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
+
+
+def _start_on_hosts(launch: Launch, hosts: Hosts) -> None:
+    agent = launch.folder / "agent.sh"
+    hosts.write_agent(agent)
+    launch.words[:0] = hosts.inside(1)
+    launch.options += ["--hosts", f"{hosts.address(1)}:2,{hosts.address(2)}:1"]
+    launch.options += ["--launch-agent", str(agent), "--node-timeout", "4"]
+
+
+class NetworkKind(Kind):
+    """An attack on the cable of the second of two machines, of a job that begins with ``prefix``.
+
+    Args:
+        prefix: "net" for two launchers over Gloo, "hosts" for one ``mpirun`` over both.
+        what: What happens to frames.
+    """
+
+    takes = "nodes"
+
+    def __init__(self, prefix: str, what: str) -> None:
+        self.name, self._what = f"{prefix}-{what}", what
+        self._has_launchers = prefix == "net"
+
+    def missing(self) -> str:
+        if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
+            return "network namespaces need root, ip, unshare and hostname"
+        hosts = Hosts(1, prefix=_new_prefix())
+        try:
+            hosts.make()
+        except subprocess.CalledProcessError as error:
+            return f"this machine does not permit network namespaces: {error.stderr.strip()}"
+        hosts.remove()
+        return ""
+
+    def suits(self, job: Job) -> bool:
+        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in ("pipeline", "sharded")
+        return is_simple and job.fabric == ("gloo" if self._has_launchers else "ulfm")
+
+    def adjust(self, attack: Attack, job: Job) -> Job:
+        """Two launchers have twice as many workers."""
+        workers = min(job.workers, 2) if self._has_launchers else WORKERS
+        return replace(job, workers=workers, spares=0, respawn=False)
+
+    def prepare(self, attack: Attack, launch: Launch) -> None:
+        network, is_new = _NETWORKS.make(launch, lambda: _make_network(launch))
+        if is_new:
+            (_start_two_launchers if self._has_launchers else _start_on_hosts)(launch, network.hosts)
+
+    def strike(self, attack: Attack, running: Running) -> bool:
+        while len(list(Path(running.launch.checkpoints).glob("step-*/manifest.json"))) < attack.values["saved"]:
+            if not running.sleep(0.01):
+                return False
+        if running.is_over():
+            return False
+        network, values = _NETWORKS.get(running.launch), attack.values
+        conditions = self._conditions(attack)
+        network.set(values["way"], **conditions)
+        running.notes.append(f"cable of node 1, {values['way']}: {conditions}")
+        if lasts_s := values["lasts_s"]:
+            running.sleep(lasts_s)
+            network.set("both")
+        return True
+
+    def repair(self, attack: Attack, launch: Launch) -> None:
+        _NETWORKS.get(launch).set("both")
+
+    def simpler(self, attack: Attack) -> Iterable[Attack]:
+        if attack.values["way"] != "both":
+            yield replace(attack, values={**attack.values, "way": "both"})
+
+    def is_from_the_start(self, attack: Attack) -> bool:
+        """Whether it may come before the machines have met."""
+        return attack.since == "start" and not attack.values["saved"]
+
+    def _draw(self, rng: random.Random, **values: Any) -> Attack:
+        """Draw the time: workers on several hosts keep their records there, so commits are not seen here."""
+        at = moment(rng) if self._has_launchers else {"since": "start", "ms": round(rng.uniform(1, 1000), 1)}
+        saved = 0 if self._has_launchers else rng.choice((0, 1, 1, 2))
+        return Attack(self.name, values={**values, "way": rng.choice(WAYS), "saved": saved}, **at)
+
+    def _conditions(self, attack: Attack) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Disturbed(NetworkKind):
+    """Frames arrive late, not at all, in another order, twice, or not many at a time."""
+
+    weight = 0.4
+
+    def draw(self, rng: random.Random, job: Job) -> Attack:
+        return self._draw(rng, degree=rng.randrange(len(MILD[self._what])), lasts_s=rng.choice((0, 2.0, 5.0)))
+
+    def end(self, attack: Attack, job: Job) -> End:
+        return End.SURVIVES
+
+    def simpler(self, attack: Attack) -> Iterable[Attack]:
+        yield from super().simpler(attack)
+        if attack.values["degree"]:
+            yield replace(attack, values={**attack.values, "degree": 0})
+
+    def _conditions(self, attack: Attack) -> dict[str, Any]:
+        return MILD[self._what][attack.values["degree"]]
+
+
+class Silent(NetworkKind):
+    """No frame arrives, in one direction or both: the first machine goes on without the second if it lasts."""
+
+    def draw(self, rng: random.Random, job: Job) -> Attack:
+        return self._draw(rng, lasts_s=rng.choice((0, 0, 0.5, 2.0, 8.0)))
+
+    def end(self, attack: Attack, job: Job) -> End:
+        """Before the machines have met, none can do anything alone."""
+        return End.REFUSES if self.is_from_the_start(attack) else End.SURVIVES
+
+    def _conditions(self, attack: Attack) -> dict[str, Any]:
+        return {"loss": 1.0}
+
+
+KINDS: tuple[Kind, ...] = tuple(
+    kind
+    for prefix in ("net", "hosts")
+    for kind in (*(Disturbed(prefix, what) for what in MILD), Silent(prefix, "silence"))
+)

@@ -1,0 +1,258 @@
+"""Runs a plan: starts the job, attacks it, waits for its end, and resumes it if it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from campaign import jobs
+from campaign.attacks import KINDS
+from campaign.attacks.base import Found, Launch, Running
+from campaign.plan import Attack, Plan
+from campaign.victims import MARK, Processes
+from holdfast.checkpoint import steps, verify
+from holdfast.errors import HoldfastError
+
+ENDS_S = 5.0
+"""How long processes of a job may take to end after its launcher, which waits for them itself."""
+FOLDERS_OF_TORCH = "torchinductor_"
+
+
+@dataclass
+class Ended:
+    """How a run of ``holdfast run`` ended.
+
+    Args:
+        code: Exit code of the launcher, None if it ran past its deadline.
+        said: All that launchers and workers printed.
+        report: The report, None if there is none.
+        events: Its records.
+        waits: For a run past its deadline, what each of its processes waits for.
+        left: Processes that went on after the launcher's end and had to be killed.
+        files: What the run left in its temporary directory and in shared memory.
+        took_s: Time to the launcher's end.
+    """
+
+    code: int | None
+    said: str
+    took_s: float
+    report: dict[str, Any] | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    waits: str = ""
+    left: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    def of_kind(self, name: str) -> list[dict[str, Any]]:
+        """The records of one kind."""
+        return [event for event in self.events if event["event"] == name]
+
+
+@dataclass
+class Outcome:
+    """All that a plan gave; :func:`campaign.judge.judge` says whether it is right.
+
+    Args:
+        plan: The plan.
+        first: The run that was attacked.
+        launcher: PID of its launcher.
+        resumed: The run that went on from its checkpoints, if it had stopped.
+        intact: The newest intact checkpoint before that, None if there was none.
+        landed: For each attack, whether it landed.
+        found: What attacks themselves found wrong.
+        notes: What they did.
+    """
+
+    plan: Plan
+    first: Ended
+    launcher: int
+    resumed: Ended | None = None
+    intact: int | None = None
+    landed: list[bool] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def took_s(self) -> float:
+        return self.first.took_s + (self.resumed.took_s if self.resumed else 0.0)
+
+
+def run(plan: Plan, folder: Path) -> Outcome:
+    """Run a plan in a folder of its own, which is kept."""
+    launch = launch_of(plan, folder)
+    with launch.undo:
+        for attack in plan.attacks:
+            KINDS[attack.kind].prepare(attack, launch)
+        outcome = _attacked(plan, launch)
+        if outcome.first.code not in (None, 0):
+            for attack in plan.attacks:
+                KINDS[attack.kind].repair(attack, launch)
+            outcome.intact = newest_intact(launch.checkpoints)
+            outcome.resumed = _resumed(plan, launch, outcome.launcher)
+    return outcome
+
+
+def launch_of(plan: Plan, folder: Path) -> Launch:
+    """How the job of a plan is started if nothing attacks it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "t").mkdir(exist_ok=True)
+    words = [sys.executable, "-m", "holdfast", "run"]
+    env = jobs.clean_env(TMPDIR=str(folder / "t"), **{MARK: str(folder)})
+    return Launch(folder, words, env, str(folder / "saved"))
+
+
+def words_of(plan: Plan, launch: Launch, report: Path, *more: str) -> list[str]:
+    """The whole command."""
+    options = [*jobs.options_of(plan.job, launch.checkpoints), *launch.options, "--report", str(report), *more]
+    return [*launch.words, *options, *jobs.script_of(plan.job)]
+
+
+def _attacked(plan: Plan, launch: Launch) -> Outcome:
+    flips = ("--inject", plan.job.flip) if plan.job.flip else ()
+    limit_s = jobs.deadline_s(plan.job, plan.attacks)
+    with started(plan, launch, launch.report, *flips) as running:
+        threads = [Striker(attack, running) for attack in plan.attacks]
+        for thread in threads:
+            thread.start()
+        first = end_of(running, launch.report, limit_s, threads)
+    if errors := [thread.error for thread in threads if thread.error is not None]:
+        raise errors[0]
+    found = [thread.found for thread in threads if thread.found is not None]
+    return Outcome(
+        plan, first, running.process.pid, landed=[thread.landed for thread in threads], found=found, notes=running.notes
+    )
+
+
+def _resumed(plan: Plan, launch: Launch, before: int) -> Ended:
+    """Run the job again, which also removes what the launcher ``before`` left."""
+    report = launch.folder / "report-resumed"
+    with started(plan, launch, report, "--resume") as running:
+        ended = end_of(running, report, jobs.deadline_s(plan.job, ()))
+    ended.files += left_files(launch.temporary, [before])
+    return ended
+
+
+@contextlib.contextmanager
+def started(plan: Plan, launch: Launch, report: Path, *more: str) -> Iterator[Running]:
+    """Start a job; kill what is left of it at the end."""
+    output = launch.folder / f"{report.name}.output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            words_of(plan, launch, report, *more),
+            env=launch.env,
+            cwd=launch.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    running = Running(launch, process, Processes([process.pid], launch.temporary, launch.env[MARK]))
+    try:
+        yield running
+    finally:
+        running.processes.kill()
+        process.kill()
+        process.wait()
+
+
+def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[threading.Thread] = ()) -> Ended:
+    """Wait for the end of a run, of its attacks and of all its processes, and look at what it left."""
+    code, waits = None, ""
+    try:
+        code = running.process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        waits = running.processes.describe()
+        running.processes.kill()
+        running.process.wait()
+    took_s = time.monotonic() - running.began_s
+    for striker in strikers:
+        striker.join()
+    ends_s = time.monotonic() + (jobs.end_s() if code is not None and code < 0 else ENDS_S)
+    while code is not None and (left := running.processes.all()) and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    left = running.processes.all() if code is not None else []
+    waits = waits or (running.processes.describe() if left else "")
+    running.processes.kill()
+    ended = Ended(code, _said(running, report), took_s, waits=waits, left=waits.splitlines() if left else [])
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        ended.events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        ended.report = json.loads((report / "report.json").read_text())
+    ended.files = left_files(running.launch.temporary, running.processes.launchers)
+    return ended
+
+
+def _said(running: Running, report: Path) -> str:
+    paths = [running.launch.folder / f"{report.name}.output", *sorted(report.glob("*.log"))]
+    return "\n".join(path.read_text(errors="replace") for path in paths if path.exists())
+
+
+def left_files(temporary: Path, launchers: list[int]) -> list[str]:
+    """What a job has left in its temporary directory and in shared memory."""
+    mine = tuple(f"holdfast-{pid}-" for pid in launchers)
+    others = ("holdfast-", FOLDERS_OF_TORCH)  # of other jobs, and what torch keeps for the next process
+    found = [path for path in temporary.iterdir() if path.name.startswith(mine) or not path.name.startswith(others)]
+    files = [*found, *(path for start in mine for path in Path("/dev/shm").glob(f"{start}*"))]
+    return sorted(map(str, files))
+
+
+def newest_intact(checkpoints: str) -> int | None:
+    """The newest complete checkpoint of which every byte is right, None if there is none."""
+    for step in sorted(steps(checkpoints), reverse=True):
+        with contextlib.suppress(HoldfastError):
+            verify(checkpoints, step)
+            return step
+    return None
+
+
+class Striker(threading.Thread):
+    """Waits for the time of an attack, and attacks."""
+
+    def __init__(self, attack: Attack, running: Running) -> None:
+        super().__init__(name=str(attack), daemon=True)
+        self.attack, self.running = attack, running
+        self.landed = False
+        self.found: Found | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            if self._wait():
+                self.landed = KINDS[self.attack.kind].strike(self.attack, self.running)
+        except Found as found:
+            self.found, self.landed = found, True
+        except BaseException as error:  # raised again by the thread that runs the plan
+            self.error = error
+
+    def _wait(self) -> bool:
+        """Wait until it is time; return False if the job has ended before."""
+        attack, running = self.attack, self.running
+        word, _, count = attack.since.partition(" ")
+        if word == "exists" and running.processes.wait_for(attack.victim, running) is None:
+            return False
+        while word == "commit" and running.commits() < int(count):
+            if not running.sleep(0.01):
+                return False
+        since_s = running.began_s if word == "start" else time.monotonic()
+        return running.sleep(max(0.0, since_s + attack.ms / 1000 - time.monotonic()))
+
+
+def remove(folder: Path) -> None:
+    """Remove a plan's folder, with what an attack may have made unreadable."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def name_of_code(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "past its deadline"
+    return signal.Signals(-code).name if code < 0 else f"exit {code}"

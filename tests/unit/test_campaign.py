@@ -1,0 +1,184 @@
+"""The campaign itself: plans are their seeds, are read back from their JSON, shrink, and are judged by what they promise."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from campaign import jobs
+from campaign.attacks import KINDS
+from campaign.attacks.base import End, Found
+from campaign.command import command_for, main
+from campaign.draw import draw
+from campaign.judge import allowed_end, judge
+from campaign.plan import Attack, Job, Plan
+from campaign.results import Result, Results, summary
+from campaign.runner import Ended, Outcome
+from campaign.shrink import fails_again, shrink
+
+KILL = Attack("signal", "worker 1", "commit 3", 12.3, {"signal": "SIGKILL"})
+TERM = Attack("signal", "launcher", "start", 4321.0, {"signal": "SIGTERM"})
+HASH = "a" * 64
+
+
+def test_a_plan_is_its_seed_and_is_read_back_from_its_json():
+    plans = [draw(seed) for seed in range(400)]
+
+    assert plans == [draw(seed) for seed in range(400)]
+    assert [Plan.from_json(plan.to_json()) for plan in plans] == plans
+    assert "\n" not in plans[0].to_json()
+    assert "'" not in "".join(plan.to_json() for plan in plans), "the command quotes it with apostrophes"
+    assert {each.kind for plan in plans for each in plan.attacks} == set(KINDS)
+    assert {plan.job.fabric for plan in plans} == {"gloo", "ulfm", "virtual"}
+    assert {plan.job.strategy for plan in plans} == {"rollback", "restart", "reinit", "partial", "forward"}
+    assert {plan.job.script for plan in plans} == {"session", "prepared", "ddp"}
+    assert any(plan.job.guard == "heal" and plan.job.flip for plan in plans)
+    assert all(len(plan.attacks) >= 1 for plan in plans)
+
+
+def test_attacks_come_from_the_first_millisecond_on():
+    times = [each.ms for seed in range(400) for each in draw(seed).attacks if each.kind == "signal"]
+
+    assert min(times) < 1.5
+    assert sum(ms < 10 for ms in times) > len(times) / 10
+    assert max(times) > 2000
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"job":{"nonsense":1},"attacks":[]}', '{"job":{},"attacks":[{"victim":"x"}]}']
+)
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_json(text)
+
+
+def test_only_kinds_that_exist_can_be_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "nonsense"])
+    assert "no such kind of attack: nonsense; there are" in capsys.readouterr().err
+
+
+# -- shrinking
+
+
+def test_a_plan_shrinks_to_what_makes_it_fail():
+    plan = Plan(Job(workers=4, fabric="ulfm", spares=1, model="cnn", pause_ms=100), (TERM, KILL, TERM), seed=17)
+
+    found = shrink(plan, lambda smaller: KILL.victim in [each.victim for each in smaller.attacks])
+
+    assert len(found.attacks) == 1
+    assert found.job == Job(workers=2)
+    assert found.attacks[0] == replace(KILL, since="start", ms=0)
+    assert found.seed is None
+    assert command_for(found.to_json()).startswith("make chaos PLAN='{")
+
+
+def test_what_fails_once_of_three_times_is_not_taken_for_the_cause():
+    answers = iter([True, False, False])
+    assert not fails_again(Plan(Job(), (KILL,)), lambda plan: next(answers))
+    answers = iter([False, True, True])
+    assert fails_again(Plan(Job(), (KILL,)), lambda plan: next(answers))
+
+
+def test_a_plan_of_which_nothing_smaller_fails_stays_as_it_is():
+    plan = Plan(Job(workers=3), (KILL,), seed=5)
+    assert shrink(plan, lambda smaller: False) == plan
+
+
+# -- judging
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "undisturbed", lambda case, cache: HASH)
+    return tmp_path
+
+
+def ended(code=0, said="", **more):
+    samples = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+    report = {"outcome": "done", "samples": samples, "replicas": {"identical": True, "state_sha256": HASH}}
+    return Ended(code, said, 3.0, **{"report": report} | more)
+
+
+def verdict(cache: Path, first, resumed=None, attacks=(KILL,), landed=True, job=None, **more):
+    plan = Plan(job or Job(workers=3), tuple(attacks), 1)
+    outcome = Outcome(plan, first, 4711, resumed, landed=[landed] * len(attacks), **more)
+    return judge(outcome, cache).kind
+
+
+def altered(**more):
+    report = ended().report
+    return {"report": {**report, **{name: {**report[name], **value} for name, value in more.items()}}}
+
+
+def test_right_ends_are_right(cache):
+    assert verdict(cache, ended()) == "right"
+    assert verdict(cache, ended(), landed=False) == "missed"
+    assert verdict(cache, ended(-9), ended(), [replace(TERM, values={"signal": "SIGKILL"})]) == "right"
+    assert verdict(cache, ended(4, "holdfast: stopped on request"), ended(), [TERM]) == "right"
+    forward = Job(workers=3, strategy="forward")
+    assert verdict(cache, ended(**altered(replicas={"state_sha256": "b"}, samples={"lost": 7})), job=forward) == "right"
+
+
+@pytest.mark.parametrize(
+    ("expected", "first"),
+    [
+        ("hang", ended(None, waits="worker 1 waits")),
+        ("left-overs", ended(left=["4712 python"])),
+        ("left-overs", ended(files=["/tmp/holdfast-1-x"])),
+        ("traceback", ended(said="Traceback (most recent call last)\n  ...")),
+        ("wrong hash", ended(**altered(replicas={"state_sha256": "b" * 64}))),
+        ("wrong hash", ended(**altered(replicas={"identical": False}))),
+        ("samples", ended(**altered(samples={"lost": 1}))),
+        ("samples", ended(**altered(samples={"repeated": 1}))),
+        ("false success", ended(**altered(samples={"committed": 405}))),
+        ("false success", ended(report=None)),
+        ("false success", ended(report={"outcome": "stopped"})),
+    ],
+)
+def test_what_is_wrong_with_an_end_is_found(cache, expected, first):
+    assert verdict(cache, first) == expected
+
+
+def test_what_is_wrong_after_a_stop_is_found(cache):
+    clear = "error: the job was lost"
+    assert verdict(cache, ended(1, clear), ended()) == "stopped", "a killed worker is survived"
+    assert verdict(cache, ended(1, "it broke"), ended(), [TERM]) == "no clear line"
+    assert verdict(cache, ended(1, clear), ended(1, clear), [TERM]) == "not resumed"
+    assert verdict(cache, ended(1, clear), ended(files=["/tmp/t/left"]), [TERM]) == "left-overs"
+    early = ended(events=[{"event": "RunStarted", "step": 2}])
+    assert verdict(cache, ended(1, clear), early, [TERM], intact=4) == "lost checkpoint"
+    assert verdict(cache, ended(1, clear), early, [TERM], intact=2) == "right"
+    assert verdict(cache, ended(), found=[Found("hang", "the second job")]) == "hang"
+
+
+def test_a_plan_may_stop_where_too_many_workers_are_struck():
+    def end(workers, *victims):
+        return allowed_end(Plan(Job(workers=workers), tuple(replace(KILL, victim=victim) for victim in victims)))
+
+    assert end(2, "worker 0") == End.SURVIVES
+    assert end(3, "worker 0", "watcher 2") == End.SURVIVES
+    assert end(2, "worker 0", "watcher 1") == End.MAY_STOP
+    assert end(4, "worker 0", "worker 0", "worker 1") == End.MAY_STOP
+    assert end(2, "launcher") == End.MAY_STOP
+
+
+# -- results
+
+
+def test_results_are_kept_line_by_line_and_a_torn_line_is_left_out(tmp_path):
+    results = Results(tmp_path)
+    right = Result(Plan(Job(), (KILL,), 3).to_json(), "right", "", 4.0, [("signal", True)], "abc")
+    wrong = Result(
+        Plan(Job(), (KILL, TERM), 4).to_json(), "hang", "", 6.0, [("signal", True), ("signal", False)], "abc"
+    )
+    results.add(right)
+    results.add(wrong)
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"plan": "torn')
+
+    assert results.seeds_of("abc") == {3, 4}
+    assert results.seeds_of("other") == set()
+    assert results.newest() == [right, wrong]
+    assert "| `signal` | 2 | 2 | 1 | 1 | 4 (hang) |" in summary(results.all())
+    assert "2 plans, seeds 3 to 4: 1 right, 1 hang; 5.0 s a plan." in summary(results.all())
