@@ -156,7 +156,7 @@ def _start_job() -> Row:
         "start", "from the command to the first step, 4 workers", "s",
         (("start_job.py", "--rounds", "6"), (*imports, "7")), readers.start_job,
         {"torchrun": Peer("torchrun", settings="DDP on Gloo, --standalone")},
-        (("start_job.py", "--rounds", "1", "--workers", "1"),), limit="one import of torch", limit_s=240,
+        (("start_job.py", "--rounds", "1", "--workers", "1"),), limit="one import of torch", limit_s=360,
         long=(("start_job.py", "--rounds", "20"), (*imports, "20")),
     )  # fmt: skip
 

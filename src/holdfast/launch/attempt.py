@@ -9,12 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Sequence
-=======
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
->>>>>>> c-long
 from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings

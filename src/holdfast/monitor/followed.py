@@ -48,11 +48,7 @@ class GrowingFile:
         An incomplete line is left for the next call; a line that is no record is skipped.
         """
         try:
-<<<<<<< HEAD
-            with open_plain(self._path) as file:
-=======
-            with self.path.open("rb") as file:
->>>>>>> c-long
+            with open_plain(self.path) as file:
                 about = os.fstat(file.fileno())
                 is_other = self.inode not in (0, about.st_ino) or about.st_size < self._read_bytes
                 if is_other:
