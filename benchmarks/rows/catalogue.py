@@ -15,6 +15,16 @@ STEP_SYSTEMS = ("--systems", "alone", "ddp-gloo", "holdfast", "torchft")
 """For a step torchft's timeouts do not matter: none of them passes."""
 
 
+_NOISE = "the time of this machine's {} varies more than the two differ: performance-checkpoints.md"
+WHY = {
+    "save": dict.fromkeys(("safetensors", "torch", "dcp", "torch-checkpointing"), _NOISE.format("disk")),
+    "load": {
+        "safetensors": "it checks no byte, Holdfast every one: performance-checkpoints.md",
+        "torch, mapped": _NOISE.format("memory"),
+    },
+}
+
+
 def _sum(numbers: int, rounds: int) -> tuple[tuple[str, ...], ...]:
     ways = ("--ways", "gloo", "openmpi", "shared", "memcpy")
     return (("sum.py", *TWO, "--numbers", str(numbers), *ways, "--rounds", str(rounds)),)
@@ -79,6 +89,7 @@ def _hosts() -> Row:
         ((*start, "--rounds", "3", "--steps", "8"), (*wire, "--rounds", "7")), readers.hosts, {"ddp-gloo": GLOO},
         ((*start, "--model", "cnn", "--rounds", "1", "--steps", "1"), ("limits.py", "wire", "--megabytes", "1", "--rounds", "1")),
         limit="its bytes over the link, both ways at once", limit_s=180,
+        why={"ddp-gloo": "two exchanges a bucket, and a barrier; two workers a host take 0.83: performance-step.md"},
         long=((*start, "--rounds", "10", "--steps", "12"), (*wire, "--rounds", "15")),
     )  # fmt: skip
 
@@ -93,7 +104,7 @@ def _memory() -> Row:
             "ddp-views": Peer("DDP on Gloo, views", settings="gradient_as_bucket_view=True"),
         },
         (("memory.py", *TWO, "--systems", "ddp", "shared", "--slices", "1"),), limit="the loop without communication",
-        limit_s=240,
+        limit_s=240, why={"ddp-views": "the workers of a host share one more copy of the sum: performance-step.md"},
     )  # fmt: skip
 
 
@@ -125,6 +136,7 @@ def _join() -> Row:
             ("rejoin_peers.py", "--kills", "1", "--megabytes", "1", "--systems", "none"),
         ),
         limit="one copy of the state", limit_s=180,
+        why={"torchft": "half is memory for gradients of one more worker, a fifth the check of its state: performance-recovery.md"},
     )  # fmt: skip
 
 
@@ -145,7 +157,7 @@ def _store(part: str, what: str, limit: tuple[str, str], limit_s: float) -> Row:
     return Row(
         part, what, "s", (start,), readers.store(part, limit[0]), peers,
         ((*tiny, "--ways", "holdfast", "safetensors", "dcp"),), limit=limit[1], limit_s=limit_s,
-        why={"safetensors": "it checks no byte, Holdfast every one: performance-checkpoints.md"} if part == "load" else {},
+        why=WHY[part],
         long=(("checkpoint.py", "--parts", part, "--rounds", "20", "--ways", *ways),),
     )  # fmt: skip
 
