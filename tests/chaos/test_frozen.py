@@ -29,8 +29,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 PACED = SUPPORT / "train_paced.py"
 FROZEN = SUPPORT / "train_frozen.py"
 NODES_SCRIPT = Path(__file__).with_name("nodes_script.py")
-START_S = 6.0
-FORK_S = Phase.FORK.limit_s({"--start-timeout": START_S})
+START_S, SLOW_START_S = 6.0, 14.0
+FORK_S = Phase.FORK.limit_s({"--start-timeout": SLOW_START_S})
 every_fabric = pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
 
 
@@ -55,11 +55,11 @@ def fork_server_of(launcher):
 
 @pytest.mark.parametrize("fabric", ["gloo", pytest.param("ulfm", marks=pytest.mark.soak)])
 def test_a_fork_server_that_is_stopped_while_it_imports_is_ended_and_workers_import_torch_themselves(tmp_path, fabric):
-    with StartingJob(tmp_path, fabric, "--start-timeout", START_S, workers=2) as job:
+    with StartingJob(tmp_path, fabric, "--start-timeout", SLOW_START_S, workers=2) as job:
         server = stop_when_there(lambda: fork_server_of(job.process.pid))
         began_s = time.monotonic()
         job.until(lambda: not server.is_alive())
-        assert time.monotonic() - began_s < FORK_S + 3
+        assert time.monotonic() - began_s < FORK_S + BUSY_S
         assert not list(job.temporary.glob("holdfast-*/process-*")), "no worker was forked before"
         records = job.end()
 
@@ -72,7 +72,7 @@ def test_a_fork_server_that_is_stopped_while_it_imports_is_ended_and_workers_imp
 @pytest.mark.soak
 def test_a_replacement_does_not_wait_for_a_fork_server_that_is_stopped(tmp_path):
     go = tmp_path / "go"
-    words = ("--fabric", "gloo", "--respawn", "--start-timeout", START_S, "--no-page", NODES_SCRIPT, "--hold", go)
+    words = ("--fabric", "gloo", "--respawn", "--start-timeout", SLOW_START_S, "--no-page", NODES_SCRIPT, "--hold", go)
     running = Running(tmp_path, "-n", 2, *words)
     pair = running.pair_at_step(1, 2)
     stop_when_there(lambda: fork_server_of(running.job.pid))
@@ -173,7 +173,7 @@ def in_connect(temporary, rank):
     """The process of a worker that connects, None before."""
     for path in temporary.glob(f"holdfast-*/process-{rank}"):
         position, pair = Beacon.read(beacon_path(path.parent, rank)), WatchedWorker.read(path)
-        if position is not None and position.phase == "connect" and pair is not None:
+        if position is not None and position.phase == "connect" and pair is not None and pair.worker.is_alive():
             return pair.worker
     return None
 
@@ -301,7 +301,7 @@ def test_a_launcher_that_is_stopped_after_it_joined_is_named_by_the_others(tmp_p
 
         assert cluster.wait(0, 2) == {0: 1, 2: 1}
         assert f"error: node 1 did not join within {3 * RDZV_S} s (--rdzv-timeout)" in cluster.output(0)
-        assert re.search("error: .*node 1 did not join|error: .*for node 0, whose launcher hosts it", cluster.output(2))
+        assert last_line(cluster, 2).startswith("error: "), "node 0, which hosts the store, may have ended before"
         stopped.send_signal(signal.SIGCONT)
         assert cluster.wait(1) == {1: 1}
         assert [left_of(launcher) for launcher in cluster.launchers.values()] == [[]] * 3

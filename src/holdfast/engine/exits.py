@@ -52,7 +52,7 @@ def stacks_and_exit_after(limit_s: float | None) -> Iterator[None]:
     if limit_s is None:
         yield
         return
-    faulthandler.dump_traceback_later(limit_s, exit=True)
+    faulthandler.dump_traceback_later(limit_s, file=2, exit=True)  # sys.stderr may be no file, as in a notebook
     try:
         yield
     finally:
