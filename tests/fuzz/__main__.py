@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-INSTRUMENTED = ("holdfast", "holdfast_lab", "json.decoder", "http.server", "tomllib", "zipfile", "csv")
+INSTRUMENTED = ("holdfast", "holdfast_lab", "http.server", "tomllib")
 TALLY = "tally.jsonl"
 _INTERRUPTED = 72
 """Exit code of libFuzzer."""

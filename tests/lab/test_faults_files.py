@@ -68,6 +68,13 @@ def test_hdf5_in_every_layout(tmp_path, dtype, libver, userblock):
         assert h5["a/chunked"].attrs["note"] == "kept"
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "w.h5")
+    with pytest.raises(ConfigError, match=r"w\.h5 is no file"):
+        inject(InjectionTarget(tmp_path / "w.h5"), Alteration(percent=50, seed=2), out=tmp_path / "out.h5")
+
+
 def test_what_hdf5_has_not_set_aside_yet_is_altered_too(tmp_path):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w", userblock_size=512) as h5:

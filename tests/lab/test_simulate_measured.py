@@ -121,8 +121,14 @@ def test_brackets_without_end_in_a_run_are_refused_in_one_line(tmp_path, name, s
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    from holdfast_lab.inject.files import replay
     from holdfast_lab.simulate.reading import open_text
+    from holdfast_lab.simulate.toml import read_scenario
 
     os.mkfifo(tmp_path / "trace.csv")
     with pytest.raises(ConfigError, match=r"trace\.csv cannot be read: it is no file"):
         open_text(tmp_path / "trace.csv")
+    with pytest.raises(ConfigError, match=r"cannot read .*trace\.csv: it is no file"):
+        read_scenario(tmp_path / "trace.csv")
+    with pytest.raises(ConfigError, match=r"cannot read .*trace\.csv: it is no file"):
+        replay.read_file(tmp_path / "trace.csv")

@@ -48,3 +48,10 @@ def test_torch_hosts_its_store_itself_everywhere_else(place, monkeypatch, name, 
 def test_a_port_that_is_taken_is_left_to_torch_which_says_so(place):
     with socket.create_server(("127.0.0.1", place)):
         assert rendezvous._host_on_loopback() is None
+
+
+def test_the_store_of_a_rank_that_stands_in_for_rank_0_listens_on_loopback(place, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rendezvous, "_hosted", [])
+    rendezvous._stand_in(0, timedelta(seconds=20))
+    assert listens_at(place) == {"0100007F"}

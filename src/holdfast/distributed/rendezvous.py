@@ -70,17 +70,24 @@ def _host_on_loopback() -> Any:
         The store, to be kept until torch has its own; None where torch hosts it, or says why it cannot.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("RANK") != "0" or address not in _LOOPBACK or not port.isdecimal():
+    listener = _listen_on_loopback(address, port) if os.environ.get("RANK") == "0" else None
+    if listener is None:
         return None
     import torch.distributed as dist
 
+    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch has no stubs for it
+    shared: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+    return make(address, int(port), is_master=True, master_listen_fd=listener, **shared)
+
+
+def _listen_on_loopback(address: str, port: str) -> int | None:
+    """Return a socket that listens there; None if that is no loopback address, or the port cannot be had."""
+    if address not in _LOOPBACK or not port.isdecimal():
+        return None
     try:
-        listener = socket.create_server((address, int(port)), backlog=socket.SOMAXCONN)
+        return socket.create_server((address, int(port)), backlog=socket.SOMAXCONN).detach()
     except (OSError, OverflowError):  # an earlier group of this process has it, or another program
         return None
-    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch has no stubs for it
-    only_here: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
-    return make(address, int(port), is_master=True, master_listen_fd=listener.detach(), **only_here)
 
 
 def _check_backend() -> None:
@@ -170,9 +177,10 @@ def _stand_in(place: int, timeout: timedelta) -> None:
     """Host the store in place of rank 0, or count as another rank in it."""
     import torch.distributed as dist
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     size, is_host = int(os.environ["WORLD_SIZE"]), place == 0
+    listener = _listen_on_loopback(address, port) if is_host else None
     make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch has no stubs for it
-    store = make(address, port, size, is_host, timeout, wait_for_workers=not is_host)
+    store = make(address, int(port), size, is_host, timeout, wait_for_workers=not is_host, master_listen_fd=listener)
     if is_host:
         _hosted.append(store)

@@ -93,6 +93,8 @@ def read_scenario(path: Path) -> ScenarioFile:
         from holdfast_lab.simulate.schema import ScenarioSchema
     except ImportError:
         raise ConfigError("scenario files need pydantic, which is not installed: pip install 'holdfast[lab]'") from None
+    if path.exists() and not path.is_file():  # a pipe or a device, which may never end
+        raise ConfigError(f"cannot read {path}: it is no file")
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:

@@ -106,6 +106,7 @@ def copied(target: InjectionTarget, out: Path) -> Iterator[FileValues]:
 
 def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileValues:
     """Open a file of another program, whose kind is determined by the name ``named``."""
+    _check_plain(path)
     with explained(path), path.open("rb") as file:
         is_hdf5 = file.read(len(_HDF5)) == _HDF5
     kind = named.suffix.lower()
@@ -124,8 +125,15 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
     return FileValues(kind.removeprefix("."), locate(path, stack), [path], stack, write=write, archives=archives)
 
 
+def _check_plain(path: Path) -> None:
+    """Raise ``ConfigError`` for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file: name one")
+
+
 def _copy(source: Path, target: Path) -> None:
     """Copy a file; where the file system supports it, the copy shares blocks until they are altered."""
+    _check_plain(source)
     with explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with source.open("rb") as old, target.open("xb") as new:

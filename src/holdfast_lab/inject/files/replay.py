@@ -175,6 +175,8 @@ def read_file(path: Path) -> str:
         ConfigError: if it cannot be read.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device, which may never end
+            refuse(f"cannot read {path}: it is no file")
         if path.stat().st_size > _MAX_BYTES:
             refuse(f"{path} has more than {_MAX_BYTES} bytes, the most that is read")
         return path.read_text("utf-8")
