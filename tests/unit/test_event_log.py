@@ -136,7 +136,7 @@ from holdfast.records.types import StepCommitted
 log = EventLog(Path(sys.argv[1]), 1)  # a new file for each record
 number = 0
 while True:
-    log.write(StepCommitted(t_s=float(number), rank=0, step=number, epoch=0, samples=4, workers=4))
+    log.write(StepCommitted(t_s=float(number), rank=0, step=number, epoch=0, samples=4, workers=4, metrics={}))
     print(number, flush=True)
     number += 1
 """
