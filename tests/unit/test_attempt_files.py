@@ -26,7 +26,7 @@ def say(paths, rank, text):
 
 def commit(paths, rank, step):
     recorder = FileRecorder(records_path(paths.run_dir, str(rank)))
-    recorder.write(StepCommitted(t_s=float(step), rank=rank, step=step, epoch=0, samples=4, workers=4))
+    recorder.write(StepCommitted(t_s=float(step), rank=rank, step=step, epoch=0, samples=4, workers=4, metrics={}))
     recorder.close()
 
 

@@ -136,7 +136,7 @@ from holdfast.records.types import StepCommitted
 log = EventLog(Path(sys.argv[1]), 1)  # a new file for each record
 number = 0
 while True:
-    log.write(StepCommitted(t_s=float(number), rank=0, step=number, epoch=0, samples=4, workers=4))
+    log.write(StepCommitted(t_s=float(number), rank=0, step=number, epoch=0, samples=4, workers=4, metrics={}))
     print(number, flush=True)
     number += 1
 """
@@ -146,14 +146,14 @@ def test_a_crash_in_the_middle_of_a_rotation_loses_no_record(tmp_path):
     rng = random.Random(5)
     for number in range(4):
         folder = tmp_path / str(number)
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"0\n"
-        time.sleep(rng.uniform(0.0, 0.03))
-        writer.send_signal(signal.SIGKILL)
-        told = [0, *map(int, writer.stdout.read().split())]
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"0\n"
+            time.sleep(rng.uniform(0.0, 0.03))
+            writer.send_signal(signal.SIGKILL)
+            told = [0, *map(int, writer.stdout.read().split())]
 
-        assert writer.wait(10) == -signal.SIGKILL
+        assert writer.returncode == -signal.SIGKILL
         found = [record.step for record in load_events(folder)]
         assert found == list(range(len(found)))
         assert len(told) <= len(found) <= len(told) + 1, "the last one may not have been told"

@@ -151,7 +151,11 @@ def load_events(directory: Path) -> list[Record]:
     Raises:
         ConfigError: if a line is not a record.
     """
-    return sorted((record for path in event_files(directory) for record in _events_in(path)), key=lambda r: r.t_s)
+    while True:
+        files = event_files(directory)
+        records = [record for path in files for record in _events_in(path)]
+        if event_files(directory) == files:  # else the newest was renamed meanwhile, and another one has its name
+            return sorted(records, key=lambda record: record.t_s)
 
 
 def _events_in(path: Path) -> Iterator[Record]:
