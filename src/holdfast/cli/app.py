@@ -18,7 +18,6 @@ from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
 from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
-from holdfast.cli.refused import refused_by_system
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, our_name, run
 from holdfast.cli.status import status
@@ -83,11 +82,6 @@ def main(args: Sequence[str]) -> NoReturn:
         message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
         print(f"error: {message}{_all_options(error)}", file=sys.stderr)
         sys.exit(2)
-    except (OSError, RuntimeError, MemoryError) as error:
-        if debug or not (refused := refused_by_system(error)):
-            raise
-        print(f"error: {refused}", file=sys.stderr)
-        sys.exit(1)
 
 
 def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
