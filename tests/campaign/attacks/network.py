@@ -96,6 +96,8 @@ class NetworkKind(Kind):
         what: What happens to frames.
     """
 
+    takes = "nodes"
+
     def __init__(self, prefix: str, what: str) -> None:
         self.name, self._what = f"{prefix}-{what}", what
         self._has_launchers = prefix == "net"

@@ -42,6 +42,7 @@ class StorageFails(Kind):
 
     name = "object-storage"
     weight = 0.7
+    takes = "checkpoints"
 
     def missing(self) -> str:
         absent = [name for name in ("moto", "flask", "obstore") if importlib.util.find_spec(name) is None]

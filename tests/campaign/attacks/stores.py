@@ -27,6 +27,7 @@ class EtcdMembers(Kind):
 
     name = "etcd-members"
     weight = 0.5
+    takes = "nodes"
 
     def missing(self) -> str:
         try:
