@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -70,6 +71,20 @@ def _make_network(launch: Launch) -> Network:
     return Network(hosts, launch.undo.enter_context(Cable(hosts, 2)))
 
 
+@functools.cache
+def _missing() -> str:
+    """Why there can be no network namespaces, "" if there can."""
+    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
+        return "network namespaces need root, ip, unshare and hostname"
+    hosts = Hosts(1, prefix=_new_prefix())
+    try:
+        hosts.make()
+    except subprocess.CalledProcessError as error:
+        return f"this machine does not permit network namespaces: {error.stderr.strip()}"
+    hosts.remove()
+    return ""
+
+
 def _new_prefix() -> str:
     return f"campaign{uuid.uuid4().hex[:6]}-"
 
@@ -103,15 +118,7 @@ class NetworkKind(Kind):
         self._has_launchers = prefix == "net"
 
     def missing(self) -> str:
-        if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
-            return "network namespaces need root, ip, unshare and hostname"
-        hosts = Hosts(1, prefix=_new_prefix())
-        try:
-            hosts.make()
-        except subprocess.CalledProcessError as error:
-            return f"this machine does not permit network namespaces: {error.stderr.strip()}"
-        hosts.remove()
-        return ""
+        return _missing()
 
     def suits(self, job: Job) -> bool:
         is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in ("pipeline", "sharded")
