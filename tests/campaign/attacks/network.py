@@ -22,9 +22,11 @@ from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import Hosts
+from campaign.jobs import SPLIT
 from campaign.plan import Attack, Job
 
 PORT = 29400
+STRATEGIES = ("rollback", "restart", "forward")
 OPTIONS = ["--rdzv-token", "a secret", "--rdzv-timeout", "20", "--node-timeout", "4"]
 REMOVE = """
 for name in "$@"; do
@@ -121,7 +123,7 @@ class NetworkKind(Kind):
         return _missing()
 
     def suits(self, job: Job) -> bool:
-        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in ("pipeline", "sharded")
+        is_simple = job.script == "session" and job.strategy in STRATEGIES and job.model not in SPLIT
         return is_simple and job.fabric == ("gloo" if self._has_launchers else "ulfm")
 
     def adjust(self, attack: Attack, job: Job) -> Job:
@@ -173,7 +175,7 @@ class NetworkKind(Kind):
 class Disturbed(NetworkKind):
     """Frames arrive late, not at all, in another order, twice, or not many at a time."""
 
-    weight = 0.4
+    weight = 1.2
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return self._draw(rng, degree=rng.randrange(len(MILD[self._what])), lasts_s=rng.choice((0, 2.0, 5.0)))
@@ -192,6 +194,8 @@ class Disturbed(NetworkKind):
 
 class Silent(NetworkKind):
     """No frame arrives, in one direction or both: the first machine goes on without the second if it lasts."""
+
+    weight = 4.0
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return self._draw(rng, lasts_s=rng.choice((0, 0, 0.5, 2.0, 8.0)))

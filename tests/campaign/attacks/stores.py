@@ -15,6 +15,7 @@ from campaign.attacks.mechanisms import two_nodes
 from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import EtcdCluster, find_etcd
+from campaign.jobs import SPLIT
 from campaign.plan import Attack, Job
 
 SIZE = 3
@@ -26,7 +27,7 @@ class EtcdMembers(Kind):
     """One member of three, which is survived, or two, without which nothing can be agreed on."""
 
     name = "etcd-members"
-    weight = 0.5
+    weight = 2.0
     takes = "nodes"
 
     def missing(self) -> str:
@@ -37,7 +38,7 @@ class EtcdMembers(Kind):
         return ""
 
     def suits(self, job: Job) -> bool:
-        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in ("pipeline", "sharded")
+        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in SPLIT
         return is_simple and job.fabric == "gloo"
 
     def adjust(self, attack: Attack, job: Job) -> Job:
