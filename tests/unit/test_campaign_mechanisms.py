@@ -114,6 +114,7 @@ class Asked:
         return [None if word == "lost" else float(word) for word in said]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("uses_netem", [False, True])
 def test_what_is_told_to_a_cable_happens_to_frames(uses_netem):
     hosts = make_hosts(2, net="10.214.0")
