@@ -19,7 +19,8 @@ from campaign.jobs import SPLIT
 from campaign.plan import Attack, Job
 
 SIZE = 3
-OPTIONS = ["--rdzv-token", "a secret", "--rdzv-timeout", "20", "--node-timeout", "4"]
+OPTIONS = ["--rdzv-token", "a secret", "--rdzv-timeout", "20", "--node-timeout", "10"]
+"""An election of etcd takes up to two seconds, which is more than a lease of four leaves."""
 _STORES: Kept[EtcdCluster] = Kept()
 
 
