@@ -199,8 +199,9 @@ def test_a_worker_that_survivors_missed_does_not_start_again(judge):
 def test_where_there_is_an_mpirun_its_end_is_named():
     judge = JobState("train.py", all_connect=True)
     judge.begin((0, 1))
-    judge.apply(started(0))
-    judge.apply(ended(0, -9))
+    for rank in (0, 1):
+        judge.apply(started(rank))
+    judge.apply(recovered(0, lost=(1,)))
 
     assert judge.verdict(1.0, running=False) == JobLost("mpirun ended before the workers did")
 

@@ -50,15 +50,33 @@ WORKERS = 3
 """Of a job of ``--hosts``: two on the first host, one on the second."""
 
 
+AGENT = """#!/bin/sh
+# As ssh, it reaches no host that is silent.
+[ -e "{silent}" ] && [ "$1" = "{second}" ] && sleep 1 && exit 255
+exec "{agent}" "$@"
+"""
+
+
 @dataclass
 class Network:
-    """Two hosts, and the cable of the second."""
+    """Two hosts, and the cable of the second.
+
+    Args:
+        hosts: The hosts.
+        cable: The cable.
+        silent: A file that exists while nothing arrives at the second host, or from it.
+    """
 
     hosts: Hosts
     cable: Cable
+    silent: Path
 
     def set(self, way: str, **conditions: float) -> None:
         """Change what happens to frames."""
+        if conditions.get("loss") == 1.0:
+            self.silent.touch()
+        else:
+            self.silent.unlink(missing_ok=True)
         there, free = Conditions(**conditions), Conditions()
         self.cable.set(there if way != "toward" else free, there if way != "away" else free)
 
@@ -70,7 +88,7 @@ def _make_network(launch: Launch) -> Network:
     hosts = Hosts(2, net="10.213.0", prefix=_new_prefix())
     launch.undo.enter_context(afterwards(REMOVE, *map(hosts.name, range(3))))
     hosts.make()
-    return Network(hosts, launch.undo.enter_context(Cable(hosts, 2)))
+    return Network(hosts, launch.undo.enter_context(Cable(hosts, 2)), launch.folder / "silent")
 
 
 @functools.cache
@@ -91,15 +109,18 @@ def _new_prefix() -> str:
     return f"campaign{uuid.uuid4().hex[:6]}-"
 
 
-def _start_two_launchers(launch: Launch, hosts: Hosts) -> None:
+def _start_two_launchers(launch: Launch, network: Network) -> None:
+    hosts = network.hosts
     options = ["--rdzv", f"holdfast://{hosts.address(1)}:{PORT}", *OPTIONS]
     told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options}
     launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
 
 
-def _start_on_hosts(launch: Launch, hosts: Hosts) -> None:
-    agent = launch.folder / "agent.sh"
-    hosts.write_agent(agent)
+def _start_on_hosts(launch: Launch, network: Network) -> None:
+    hosts, agent, inner = network.hosts, launch.folder / "agent.sh", launch.folder / "agent-of-hosts.sh"
+    hosts.write_agent(inner)
+    agent.write_text(AGENT.format(silent=network.silent, second=hosts.address(2), agent=inner))
+    agent.chmod(0o755)
     launch.words[:0] = hosts.inside(1)
     launch.options += ["--hosts", f"{hosts.address(1)}:2,{hosts.address(2)}:1"]
     launch.options += ["--launch-agent", str(agent), "--node-timeout", "4"]
@@ -134,7 +155,7 @@ class NetworkKind(Kind):
     def prepare(self, attack: Attack, launch: Launch) -> None:
         network, is_new = _NETWORKS.make(launch, lambda: _make_network(launch))
         if is_new:
-            (_start_two_launchers if self._has_launchers else _start_on_hosts)(launch, network.hosts)
+            (_start_two_launchers if self._has_launchers else _start_on_hosts)(launch, network)
 
     def strike(self, attack: Attack, running: Running) -> bool:
         while len(list(Path(running.launch.checkpoints).glob("step-*/manifest.json"))) < attack.values["saved"]:
