@@ -114,6 +114,7 @@ class Asked:
         return [None if word == "lost" else float(word) for word in said]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("uses_netem", [False, True])
 def test_what_is_told_to_a_cable_happens_to_frames(uses_netem):
     hosts = make_hosts(2, net="10.214.0")
@@ -244,6 +245,20 @@ def test_only_below_their_folders_disks_are_slow_or_fail(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- control groups
+
+
+def test_groups_are_created_where_a_version_permits_it(tmp_path):
+    own = tmp_path / "user" / "session"
+    own.mkdir(parents=True)
+    for folder, given in ((tmp_path, "cpu memory pids"), (tmp_path / "user", "memory pids"), (own, "")):
+        (folder / "cgroup.subtree_control").write_text(given)
+
+    v1 = "9:name=systemd:/\n4:memory:/job\n8:cpu,pids:/\n0::/"
+    assert cgroups.home("memory", v1, tmp_path) == (tmp_path / "memory" / "job", cgroups.V1)
+    assert cgroups.home("pids", v1, tmp_path) == (tmp_path / "pids", cgroups.V1)
+    assert cgroups.home("memory", "0::/user/session\n", tmp_path) == (tmp_path / "user", cgroups.V2)
+    assert cgroups.home("cpu", "0::/user/session\n", tmp_path) == (tmp_path, cgroups.V2)
+    assert cgroups.home("io", "0::/user/session\n", tmp_path) == (own, cgroups.V2)
 
 
 @pytest.fixture(params=["memory", "pids"])

@@ -192,8 +192,18 @@ def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_tha
 def test_a_worker_that_survivors_missed_does_not_start_again(judge):
     judge.apply(recovered(0, lost=(1,)))
 
-    assert judge.verdict(1.0, running=False) == JobLost("mpirun ended before the workers did")
+    assert judge.verdict(1.0, running=False) == JobLost("ranks 0, 1, 2 ended, and how is not recorded")
     assert judge.ranks_left() == (0, 2)
+
+
+def test_where_there_is_an_mpirun_its_end_is_named():
+    judge = JobState("train.py", all_connect=True)
+    judge.begin((0, 1))
+    for rank in (0, 1):
+        judge.apply(started(rank))
+    judge.apply(recovered(0, lost=(1,)))
+
+    assert judge.verdict(1.0, running=False) == JobLost("mpirun ended before the workers did")
 
 
 def test_when_nobody_is_left_a_replacement_gets_a_new_number(judge):

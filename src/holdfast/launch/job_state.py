@@ -373,8 +373,10 @@ class JobState:
 
     def _how_lost(self) -> str:
         ends = self._start.ended
-        if len(ends) < len(self._start.processes):
-            return "mpirun ended before the workers did"
+        if untold := [str(rank) for rank in self._start.processes if rank not in ends]:
+            if self._all_connect:
+                return "mpirun ended before the workers did"
+            return f"rank{'s' * (len(untold) > 1)} {', '.join(untold)} ended, and how is not recorded"
         return "; ".join(f"rank {r} {self._cause(end)}" for r, end in sorted(ends.items()))
 
     def _cause(self, end: WorkerEnded) -> str:

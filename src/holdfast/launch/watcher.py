@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.config import Settings
+from holdfast.errors import ConfigError
 from holdfast.launch.fork_protocol import FAILED, SUCCEEDED, peer
 from holdfast.launch.processes import (
     Process,
@@ -108,6 +109,8 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
             _end_mpirun(mpirun)
         if exit_code and starter is not None:
             time.sleep(_LINGER_S)
+    except ConfigError as error:
+        _say(f"holdfast: the watcher of a worker ends, and the worker with it: {error}\n")
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk may be the problem
             sys.excepthook(*sys.exc_info())
@@ -119,6 +122,12 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # standard error may go to the same disk
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def mpirun_above(parent: int) -> Process | None:
@@ -222,11 +231,18 @@ def _end_mpirun(mpirun: Process) -> None:
 
 
 def _make_notifier(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
-    """Return a function that records how the worker ended; the file is opened now, as the others wait for us then."""
+    """Return a function that records how the worker ended; the file is opened now, as the others wait for us then.
+
+    Raises:
+        ConfigError: if nothing can be written to the run's directory.
+    """
     if not settings.run_dir:
         return lambda exit_code: None
     run_dir = Path(settings.run_dir)
-    note_pair(run_dir, rank, pid, os.getpid())
+    try:
+        note_pair(run_dir, rank, pid, os.getpid())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {run_dir}: {error.strerror}") from error
     log = log_beside(settings, rank, f"watch-{rank}")
 
     def tell(exit_code: int) -> None:

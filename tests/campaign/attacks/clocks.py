@@ -59,9 +59,13 @@ class ClockJump(Kind):
 
 
 class Suspend(Kind):
-    """All processes of a job stand still for a while, launchers too; connections to other machines stay."""
+    """All processes of a job stand still for a while, launchers too; connections to other machines stay.
+
+    The store of a job with several nodes takes all of them for lost meanwhile, so this is no attack on such a job.
+    """
 
     name = "suspend"
+    takes = "nodes"
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return Attack(self.name, values={"lasts_s": rng.choice(STOPS_S)}, **moment(rng))

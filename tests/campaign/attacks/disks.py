@@ -21,6 +21,8 @@ _BAD: Kept[BadDisks] = Kept()
 class DiskKind(Kind):
     """An attack on the folder ``values["where"]``."""
 
+    takes = "checkpoints"
+
     def missing(self) -> str:
         return "" if COMPILER else "there is no C compiler"
 
@@ -73,7 +75,10 @@ class DiskFails(DiskKind):
         return self._draw(rng, error=rng.choice(ERRORS), lasts_s=rng.choice((0, 0.5, 3.0)))
 
     def end(self, attack: Attack, job: Job) -> End:
-        return End.REFUSES if attack.since == "start" else End.SURVIVES
+        """Space for the records of ends is reserved, which helps against a full disk, but against no other error."""
+        if attack.since == "start":
+            return End.REFUSES
+        return End.MAY_STOP if attack.values["where"] == TEMPORARY else End.SURVIVES
 
     def strike(self, attack: Attack, running: Running) -> bool:
         if running.is_over():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -21,9 +22,11 @@ from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import Hosts
+from campaign.jobs import SPLIT
 from campaign.plan import Attack, Job
 
 PORT = 29400
+STRATEGIES = ("rollback", "restart", "forward")
 OPTIONS = ["--rdzv-token", "a secret", "--rdzv-timeout", "20", "--node-timeout", "4"]
 REMOVE = """
 for name in "$@"; do
@@ -47,15 +50,33 @@ WORKERS = 3
 """Of a job of ``--hosts``: two on the first host, one on the second."""
 
 
+AGENT = """#!/bin/sh
+# As ssh, it reaches no host that is silent.
+[ -e "{silent}" ] && [ "$1" = "{second}" ] && sleep 1 && exit 255
+exec "{agent}" "$@"
+"""
+
+
 @dataclass
 class Network:
-    """Two hosts, and the cable of the second."""
+    """Two hosts, and the cable of the second.
+
+    Args:
+        hosts: The hosts.
+        cable: The cable.
+        silent: A file that exists while nothing arrives at the second host, or from it.
+    """
 
     hosts: Hosts
     cable: Cable
+    silent: Path
 
     def set(self, way: str, **conditions: float) -> None:
         """Change what happens to frames."""
+        if conditions.get("loss") == 1.0:
+            self.silent.touch()
+        else:
+            self.silent.unlink(missing_ok=True)
         there, free = Conditions(**conditions), Conditions()
         self.cable.set(there if way != "toward" else free, there if way != "away" else free)
 
@@ -67,22 +88,39 @@ def _make_network(launch: Launch) -> Network:
     hosts = Hosts(2, net="10.213.0", prefix=_new_prefix())
     launch.undo.enter_context(afterwards(REMOVE, *map(hosts.name, range(3))))
     hosts.make()
-    return Network(hosts, launch.undo.enter_context(Cable(hosts, 2)))
+    return Network(hosts, launch.undo.enter_context(Cable(hosts, 2)), launch.folder / "silent")
+
+
+@functools.cache
+def _missing() -> str:
+    """Why there can be no network namespaces, "" if there can."""
+    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
+        return "network namespaces need root, ip, unshare and hostname"
+    hosts = Hosts(1, prefix=_new_prefix())
+    try:
+        hosts.make()
+    except subprocess.CalledProcessError as error:
+        return f"this machine does not permit network namespaces: {error.stderr.strip()}"
+    hosts.remove()
+    return ""
 
 
 def _new_prefix() -> str:
     return f"campaign{uuid.uuid4().hex[:6]}-"
 
 
-def _start_two_launchers(launch: Launch, hosts: Hosts) -> None:
+def _start_two_launchers(launch: Launch, network: Network) -> None:
+    hosts = network.hosts
     options = ["--rdzv", f"holdfast://{hosts.address(1)}:{PORT}", *OPTIONS]
     told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options}
     launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
 
 
-def _start_on_hosts(launch: Launch, hosts: Hosts) -> None:
-    agent = launch.folder / "agent.sh"
-    hosts.write_agent(agent)
+def _start_on_hosts(launch: Launch, network: Network) -> None:
+    hosts, agent, inner = network.hosts, launch.folder / "agent.sh", launch.folder / "agent-of-hosts.sh"
+    hosts.write_agent(inner)
+    agent.write_text(AGENT.format(silent=network.silent, second=hosts.address(2), agent=inner))
+    agent.chmod(0o755)
     launch.words[:0] = hosts.inside(1)
     launch.options += ["--hosts", f"{hosts.address(1)}:2,{hosts.address(2)}:1"]
     launch.options += ["--launch-agent", str(agent), "--node-timeout", "4"]
@@ -103,18 +141,10 @@ class NetworkKind(Kind):
         self._has_launchers = prefix == "net"
 
     def missing(self) -> str:
-        if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
-            return "network namespaces need root, ip, unshare and hostname"
-        hosts = Hosts(1, prefix=_new_prefix())
-        try:
-            hosts.make()
-        except subprocess.CalledProcessError as error:
-            return f"this machine does not permit network namespaces: {error.stderr.strip()}"
-        hosts.remove()
-        return ""
+        return _missing()
 
     def suits(self, job: Job) -> bool:
-        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in ("pipeline", "sharded")
+        is_simple = job.script == "session" and job.strategy in STRATEGIES and job.model not in SPLIT
         return is_simple and job.fabric == ("gloo" if self._has_launchers else "ulfm")
 
     def adjust(self, attack: Attack, job: Job) -> Job:
@@ -125,7 +155,7 @@ class NetworkKind(Kind):
     def prepare(self, attack: Attack, launch: Launch) -> None:
         network, is_new = _NETWORKS.make(launch, lambda: _make_network(launch))
         if is_new:
-            (_start_two_launchers if self._has_launchers else _start_on_hosts)(launch, network.hosts)
+            (_start_two_launchers if self._has_launchers else _start_on_hosts)(launch, network)
 
     def strike(self, attack: Attack, running: Running) -> bool:
         while len(list(Path(running.launch.checkpoints).glob("step-*/manifest.json"))) < attack.values["saved"]:
@@ -166,7 +196,7 @@ class NetworkKind(Kind):
 class Disturbed(NetworkKind):
     """Frames arrive late, not at all, in another order, twice, or not many at a time."""
 
-    weight = 0.4
+    weight = 1.2
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return self._draw(rng, degree=rng.randrange(len(MILD[self._what])), lasts_s=rng.choice((0, 2.0, 5.0)))
@@ -185,6 +215,8 @@ class Disturbed(NetworkKind):
 
 class Silent(NetworkKind):
     """No frame arrives, in one direction or both: the first machine goes on without the second if it lasts."""
+
+    weight = 4.0
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return self._draw(rng, lasts_s=rng.choice((0, 0, 0.5, 2.0, 8.0)))

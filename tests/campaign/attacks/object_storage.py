@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import tempfile
+import threading
 import urllib.parse
 import uuid
 from collections.abc import Iterable
@@ -23,11 +24,17 @@ from campaign.plan import Attack, Job
 
 MODES = tuple(mode.value for mode in Mode if mode is not Mode.WORKS)
 _BAD: Kept[BadServer] = Kept()
+_STARTING = threading.Lock()
+
+
+def server() -> Server:
+    """A server with the protocol of S3 that works, one for all plans of this process."""
+    with _STARTING:
+        return _start()
 
 
 @functools.cache
-def server() -> Server:
-    """A server with the protocol of S3 that works, one for all plans of this process."""
+def _start() -> Server:
     ends = contextlib.ExitStack()
     atexit.register(ends.close)
     folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="s3-"))
@@ -42,6 +49,7 @@ class StorageFails(Kind):
 
     name = "object-storage"
     weight = 0.7
+    takes = "checkpoints"
 
     def missing(self) -> str:
         absent = [name for name in ("moto", "flask", "obstore") if importlib.util.find_spec(name) is None]

@@ -15,10 +15,12 @@ from campaign.attacks.mechanisms import two_nodes
 from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import EtcdCluster, find_etcd
+from campaign.jobs import SPLIT
 from campaign.plan import Attack, Job
 
 SIZE = 3
-OPTIONS = ["--rdzv-token", "a secret", "--rdzv-timeout", "20", "--node-timeout", "4"]
+OPTIONS = ["--rdzv-token", "a secret", "--rdzv-timeout", "20", "--node-timeout", "10"]
+"""An election of etcd takes up to two seconds, which is more than a lease of four leaves."""
 _STORES: Kept[EtcdCluster] = Kept()
 
 
@@ -26,7 +28,7 @@ class EtcdMembers(Kind):
     """One member of three, which is survived, or two, without which nothing can be agreed on."""
 
     name = "etcd-members"
-    weight = 0.5
+    weight = 2.0
     takes = "nodes"
 
     def missing(self) -> str:
@@ -37,7 +39,7 @@ class EtcdMembers(Kind):
         return ""
 
     def suits(self, job: Job) -> bool:
-        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in ("pipeline", "sharded")
+        is_simple = job.script == "session" and job.strategy == "rollback" and job.model not in SPLIT
         return is_simple and job.fabric == "gloo"
 
     def adjust(self, attack: Attack, job: Job) -> Job:

@@ -30,14 +30,29 @@ def missing(controller: str) -> str:
         return f"no {controller} control group can be created: {error}"
 
 
-def _home(controller: str) -> tuple[Path, dict[str, str]]:
-    """The folder of this process's group, and the names of the limits there."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+def home(controller: str, membership: str, root: Path = ROOT) -> tuple[Path, dict[str, str]]:
+    """Return the folder in which groups are created, and the names of the limits there.
+
+    Of version 2 that is the nearest group above this process that gives the controller to its children: one that has
+    processes of its own, as that of this process, may not.
+
+    Args:
+        controller: "memory" or "pids".
+        membership: Content of ``/proc/self/cgroup``.
+        root: Where control groups are mounted.
+    """
+    lines = [line.split(":", 2) for line in membership.splitlines()]
     for _, controllers, path in lines:
         if controller in controllers.split(","):
-            return ROOT / controller / path.lstrip("/"), V1
-    path = next((path for number, _, path in lines if number == "0"), "/")
-    return ROOT / path.lstrip("/"), V2
+            return root / controller / path.lstrip("/"), V1
+    own = root / next((path for number, _, path in lines if number == "0"), "/").lstrip("/")
+    for folder in (own, *own.parents):
+        control = folder / "cgroup.subtree_control"
+        if control.exists() and controller in control.read_text().split():
+            return folder, V2
+        if folder == root:
+            break
+    return own, V2
 
 
 class ControlGroup:
@@ -52,9 +67,9 @@ class ControlGroup:
     """
 
     def __init__(self, controller: str, name: str) -> None:
-        home, self._limits = _home(controller)
-        self._controller, self._home = controller, home
-        self.path = home / name
+        self._home, self._limits = home(controller, Path("/proc/self/cgroup").read_text())
+        self._controller = controller
+        self.path = self._home / name
 
     def __enter__(self) -> ControlGroup:
         if self._limits is V2:

@@ -8,16 +8,23 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 COMPILER = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
 BILLION = 1_000_000_000
 MOST_FOLDERS = 8
+_COMPILING = threading.Lock()
+
+
+def compiled(name: str) -> Path:
+    """Compile ``name.c``, once; return the library, which exists as long as this process."""
+    with _COMPILING:
+        return _compiled(name)
 
 
 @functools.cache
-def compiled(name: str) -> Path:
-    """Compile ``name.c``; return the library, which exists as long as this process."""
+def _compiled(name: str) -> Path:
     assert COMPILER is not None
     source = Path(__file__).with_name(f"{name}.c")
     library = Path(_folder().name) / f"{name}.so"
