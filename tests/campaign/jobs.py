@@ -21,6 +21,8 @@ SPLIT = ("pipeline", "sharded")
 HANG_S, START_S, GRACE_S, STALL_S, NODE_S = 1.0, 10.0, 8.0, 6.0, 4.0
 """Short limits, so that a plan takes seconds."""
 MAX_RESTARTS = 3
+IMPORTS_S = 25.0
+"""The limit of a start where each worker imports torch itself."""
 LONGEST_TIMES = 30.0
 """The longest phase in which a stuck worker holds the others is saving, at so many times the hang timeout."""
 BUSY_S = 25.0
@@ -30,7 +32,8 @@ BUSY_S = 25.0
 def options_of(job: Job, checkpoints: str) -> list[str]:
     """Options of ``holdfast run``."""
     words = ["-n", job.workers, "--fabric", job.fabric, "--strategy", job.strategy, "--guard", job.guard, "--no-page"]
-    words += ["--hang-timeout", HANG_S, "--start-timeout", START_S, "--grace", GRACE_S, "--stall-timeout", STALL_S]
+    start_s = START_S if job.preload else IMPORTS_S
+    words += ["--hang-timeout", HANG_S, "--start-timeout", start_s, "--grace", GRACE_S, "--stall-timeout", STALL_S]
     words += ["--max-restarts", MAX_RESTARTS, "--debug-bundles", "off", "--checkpoint-dir", checkpoints]
     words += ["--order", "fold"] if job.script != "ddp" else []
     words += ["--checkpoint-every", job.every] if job.every else []
@@ -64,7 +67,8 @@ def deadline_s(job: Job, attacks: tuple[Attack, ...]) -> float:
     lasts_s = sum(float(each.values.get("lasts_s", each.values.get("thaw_s", 0))) for each in attacks)
     attempts = 1 + min(len(attacks), MAX_RESTARTS)
     stuck_s = LONGEST_TIMES * HANG_S + STALL_S + NODE_S
-    return attempts * (START_S + BUSY_S) + len(attacks) * stuck_s + 1.5 * GRACE_S + lasts_s
+    start_s = START_S if job.preload else IMPORTS_S
+    return attempts * (start_s + BUSY_S) + len(attacks) * stuck_s + 1.5 * GRACE_S + lasts_s
 
 
 def end_s() -> float:

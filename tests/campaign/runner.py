@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,9 @@ from holdfast.errors import HoldfastError
 
 ENDS_S = 5.0
 """How long processes of a job may take to end after its launcher, which waits for them itself."""
+LOOKS_S = 1.0
+CROWDED = 3.0
+"""With more processes for each core that want to run, the machine is overloaded; the campaign itself causes two or three."""
 FOLDERS_OF_TORCH = "torchinductor_"
 
 
@@ -166,10 +170,8 @@ def started(plan: Plan, launch: Launch, report: Path, *more: str) -> Iterator[Ru
 
 def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[threading.Thread] = ()) -> Ended:
     """Wait for the end of a run, of its attacks and of all its processes, and look at what it left."""
-    code, waits = None, ""
-    try:
-        code = running.process.wait(limit_s)
-    except subprocess.TimeoutExpired:
+    code, waits = _wait(running.process, limit_s), ""
+    if code is None:
         waits = running.processes.describe()
         running.processes.kill()
         running.process.wait()
@@ -189,6 +191,20 @@ def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[th
         ended.report = json.loads((report / "report.json").read_text())
     ended.files = left_files(running.launch.temporary, running.processes.launchers)
     return ended
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """Wait for the launcher, and return its exit code; None if the limit is over.
+
+    While more processes want to run than the machine has cores for, time counts less: a job is slow then, and not stuck.
+    """
+    cores = len(os.sched_getaffinity(0))
+    while limit_s > 0:
+        began_s = time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(LOOKS_S, limit_s))
+        limit_s -= (time.monotonic() - began_s) * min(1.0, CROWDED * cores / max(os.getloadavg()[0], 0.01))
+    return None
 
 
 def _said(running: Running, report: Path) -> str:
