@@ -53,8 +53,8 @@ def trend(at: Sequence[float], values: Sequence[float], seed: int = 0) -> Trend 
         chosen = (starts[:, None] + np.arange(block)).reshape(-1)
         slopes.append(_slope(x[chosen], y[chosen]))
     scale = 100 * (x[-1] - x[0]) / (abs(begin) or 1.0)
-    low, high = np.quantile(slopes, [0.025, 0.975])
-    return Trend(begin=begin, percent=slope * scale, low=float(low) * scale, high=float(high) * scale)
+    low, high = (float(scale * end) for end in np.quantile(slopes, [0.025, 0.975]))
+    return Trend(begin=begin, percent=float(scale * slope), low=low, high=high)
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> float:

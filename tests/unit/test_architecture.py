@@ -128,7 +128,7 @@ MAY_IMPORT = {
         "launch",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
-    "debug": {"errors", "torch_private"},
+    "debug": {"errors", "torch_private", "records.paths"},
     "monitor": {"errors", "clock", "records", "report", "data.assignment"},
     "loggers": {"errors", "clock", "records", "report"},
     "launch": {

@@ -25,7 +25,7 @@ def noisy(begin, percent, noise, seed=0):
 def test_the_change_over_a_run_is_found_whatever_single_samples_are(percent):
     found = trend(STEPS, noisy(40.0, percent, 0.2))
 
-    assert found.low <= percent <= found.high
+    assert found.low <= found.percent <= found.high
     assert found.percent == pytest.approx(percent, abs=1)
     assert found.begin == pytest.approx(40.0, rel=0.01)
     assert found.verdict(2.0) == ("flat" if percent == 0 else "changes")
