@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from clusters import Cluster, assert_complete, free_port, of_kind, until
-from jobs import MPIRUN, clean_env, exit_codes, run_report
+from jobs import clean_env, exit_codes, run_report
 from running_job import Running
 from start_strikes import Plan, StartingJob, files_in, find, left_over, processes_in, starter_of
 
@@ -179,9 +179,8 @@ def in_connect(temporary, rank):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start", ["first", "second"])
-def test_a_worker_that_is_stopped_inside_mpi_init_is_ended(tmp_path, start):
-    """In the second start as well, in which workers replace those of the first one. Over Gloo: test_phases.py."""
+def test_a_worker_that_is_stopped_inside_mpi_init_is_ended(tmp_path):
+    """Over Gloo: test_phases.py."""
     note, script = tmp_path / "note", tmp_path / "waits.py"
     script.write_text(
         WAITS_ONCE.format(note=str(note), folder=str(SUPPORT), script=str(SUPPORT / "train_reference.py"))
@@ -196,11 +195,6 @@ def test_a_worker_that_is_stopped_inside_mpi_init_is_ended(tmp_path, start):
         text=True,
     )
     with ended(job):
-        if start == "second":  # a job of which all workers have died is started again
-            first = until(lambda: in_connect(tmp_path / "t", 0), "the first start")
-            for path in (tmp_path / "t").glob("holdfast-*/process-[0-2]"):
-                WatchedWorker.read(path).worker.send(signal.SIGKILL)
-            until(lambda: not first.is_alive(), "its end")
         stopped = stop_when_there(lambda: in_connect(tmp_path / "t", 0))
         time.sleep(0.3)
         note.touch()
@@ -376,35 +370,6 @@ def test_a_rank_that_freezes_in_init_process_group_is_ended_and_done_without(tmp
     assert exit_codes(report)[1] == -9
     assert report["restarts"] == (1 if fabric == "ulfm" else 0)
     assert report["_stdout"].count("sum 2.0 of") == 2
-
-
-INIT_ALONE = """
-import holdfast.distributed.comm_thread as comm_thread
-import torch.distributed as dist
-comm_thread._START_WITHIN_S = {limit_s}
-dist.init_process_group("holdfast")
-"""
-
-
-@pytest.mark.soak
-def test_without_a_launcher_ranks_of_init_process_group_do_not_wait_for_one_that_is_missing(tmp_path):
-    script = tmp_path / "alone.py"
-    script.write_text(
-        "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    time.sleep(20)\n    raise SystemExit\n"
-        + INIT_ALONE.format(limit_s=4)
-    )
-    done = subprocess.run(
-        [*MPIRUN, "-n", "2", sys.executable, script],
-        env=clean_env(TMPDIR=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-
-    assert done.returncode
-    assert "Timeout (0:00:05)!" in done.stderr
-    assert "init_process_group" in done.stderr
 
 
 JOINS = """
