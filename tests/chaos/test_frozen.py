@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from clusters import Cluster, assert_complete, free_port, of_kind, until
-from jobs import clean_env, exit_codes, run_report
+from jobs import MPIRUN, clean_env, exit_codes, run_report
 from running_job import Running
 from start_strikes import Plan, StartingJob, files_in, find, left_over, processes_in, starter_of
 
@@ -370,6 +370,36 @@ def test_a_rank_that_freezes_in_init_process_group_is_ended_and_done_without(tmp
     assert exit_codes(report)[1] == -9
     assert report["restarts"] == (1 if fabric == "ulfm" else 0)
     assert report["_stdout"].count("sum 2.0 of") == 2
+
+
+INIT_ALONE = """
+import holdfast.distributed.comm_thread as comm_thread
+import torch.distributed as dist
+comm_thread._START_WITHIN_S = {limit_s}
+store = dist.HashStore()  # a TCPStore of torch would wait for all ranks itself, for half an hour
+dist.init_process_group("holdfast", store=store, rank=0, world_size=2)
+"""
+
+
+@pytest.mark.soak
+def test_without_a_launcher_ranks_of_init_process_group_do_not_wait_for_one_that_is_missing(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    time.sleep(20)\n    raise SystemExit\n"
+        + INIT_ALONE.format(limit_s=4)
+    )
+    done = subprocess.run(
+        [*MPIRUN, "-n", "2", sys.executable, script],
+        env=clean_env(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+
+    assert done.returncode
+    assert "Timeout (0:00:05)!" in done.stderr
+    assert "init_process_group" in done.stderr
 
 
 JOINS = """
