@@ -111,9 +111,9 @@ class Phase(Enum):
     GROUP = PhaseRule(
         name="group building",
         owner="each worker",
-        fixed_s=45.0,  # less than the default of --stall-timeout, which starts the whole job again
+        fixed_s=60.0,
         clock="a member that is alive cannot be connected with",
-        at_end="the group is built again, without the members that have failed meanwhile",
+        at_end="the member counts as failed, and the group is built again",
     )
     TORCH_GROUP = PhaseRule(
         name="group building of `init_process_group`",
@@ -154,6 +154,13 @@ class Phase(Enum):
         clock=_OTHERS_WAIT,
         at_end=_ENDED,
         beacon=("recovery",),
+    )
+    STALL = PhaseRule(
+        name="waiting of all workers for each other",
+        owner=_LAUNCHER,
+        option="--stall-timeout",
+        clock="all wait, and none makes progress",
+        at_end="the job is started again",
     )
     SCRIPT = PhaseRule(
         name="evaluation, and other code of the script between two loops",

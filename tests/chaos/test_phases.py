@@ -85,14 +85,13 @@ def test_a_worker_that_freezes_in_a_phase_is_ended_within_its_limit(fabric, phas
 
 
 @pytest.mark.soak
-def test_a_group_that_one_of_its_members_does_not_finish_building_is_built_again(tmp_path):
+def test_workers_that_wait_for_the_address_of_a_member_that_waits_as_well_are_started_again(tmp_path):
+    """Only the thread hangs that connects: the member itself waits for it, as the others do."""
     report = run(tmp_path, "gloo", "1:group:sleep")
 
     assert fenced(report) == []
-    assert report["restarts"] == 0
-    assert exit_codes(report) == {0: 0, 1: 0, 2: -9}
-    recovered = [event["t_s"] for event in report["_events"] if event["event"] == "Recovered" and event["rank"] == 0]
-    assert recovered[-1] - recovered[0] >= Phase.GROUP.value.fixed_s
+    (restart,) = [event for event in report["_events"] if event["event"] == "JobRestarted"]
+    assert "all of them waiting for each other" in restart["reason"]
 
 
 @pytest.mark.soak
@@ -151,5 +150,5 @@ def test_every_phase_of_a_worker_is_frozen_here_or_above():
     """The checks of a node: test_launch_node_health.py. The others: test_frozen.py."""
     start = {Phase.PROCESS_START, Phase.FORK, Phase.SILENT_IMPORT}
     groups = {Phase.LAUNCHERS, Phase.TORCH_GROUP, Phase.JOINING}
-    ends = {Phase.FINALIZING, Phase.STOPPING, Phase.TEAR_DOWN}
+    ends = {Phase.STALL, Phase.FINALIZING, Phase.STOPPING, Phase.TEAR_DOWN}
     assert FROZEN.keys() | {Phase.NODE_CHECK} | start | groups | ends == set(Phase)

@@ -83,3 +83,23 @@ def test_a_full_pipe_for_stderr_keeps_no_process(tmp_path):
 
     os.close(reader)
     os.close(writer)
+
+
+HOLDS_THE_LOCK = """
+import ctypes
+from holdfast.engine.exits import stacks_and_exit_after
+with stacks_and_exit_after(None), stacks_and_exit_after(60):
+    pass
+with stacks_and_exit_after(0.5):
+    ctypes.PyDLL(None).sleep(60)  # keeps Python's lock, as MPI_Init does
+"""
+
+
+def test_a_call_that_keeps_pythons_lock_ends_with_the_stacks_of_its_process():
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDS_THE_LOCK], capture_output=True, text=True, timeout=50, check=False
+    )
+
+    assert done.returncode == 1
+    assert "Timeout (0:00:00.500000)!" in done.stderr
+    assert 'File "<string>", line 7 in <module>' in done.stderr
