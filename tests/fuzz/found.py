@@ -20,6 +20,11 @@ FOUND = {
         _answer("400 Bad Request", b"7"),
         _answer("400 Bad Request", b'{"code": "five"}'),
     ),
+    "environment": (
+        b"PET_NNODES=" + DIGITS,
+        b"PET_NNODES=2\nPET_NODE_RANK=" + DIGITS,
+        b"HOLDFAST_SLICES=auto:" + DIGITS,
+    ),
     "report": (
         NESTED,
         b"[]",
