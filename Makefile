@@ -171,7 +171,7 @@ DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["depend
 # Only what torch's wheel needs for its own tests: what a user of the backend has, and nothing that hides what is missing.
 .venv-torch-suite/.ready: Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) --editable '.[mpi]' 'expecttest>=0.3'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) --editable '.[mpi]' expecttest
 	@touch $@
 
 .venv-ray/.ready: Makefile pyproject.toml | $(READY)

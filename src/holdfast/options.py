@@ -233,7 +233,7 @@ def losses_of(text: str, name: str) -> int:
         ConfigError: if the text is neither.
     """
     word, colon, losses = text.partition(":")
-    if word == "auto" and (not colon or (losses.isdecimal() and int(losses) > 0)):
+    if word == "auto" and (not colon or (losses.isdecimal() and len(losses) < 10 and int(losses) > 0)):
         return int(losses or 0)
     raise ConfigError(
         f"{name} must be a number, auto, or auto:F to bear the loss of F workers, 1 at least, got {text!r}"

@@ -19,6 +19,12 @@ FOUND = {
         _answer("200 OK", NESTED),
         _answer("400 Bad Request", b"7"),
         _answer("400 Bad Request", b'{"code": "five"}'),
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + DIGITS[:30] + b"\r\n\r\n{}",
+    ),
+    "environment": (
+        b"PET_NNODES=" + DIGITS,
+        b"PET_NNODES=2\nPET_NODE_RANK=" + DIGITS,
+        b"HOLDFAST_SLICES=auto:" + DIGITS,
     ),
     "report": (
         NESTED,

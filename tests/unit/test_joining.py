@@ -83,7 +83,7 @@ def test_a_token_that_all_have_is_used_and_not_sent(monkeypatch, group, kind):
     assert not any("a token of all" in value for value in said)
     monkeypatch.delenv("HOLDFAST_TOKEN")
     with pytest.raises(ConfigError, match="rank 0 has HOLDFAST_TOKEN in its environment, and this process has not"):
-        joined[1]._find()
+        joined[1]._token_of("")
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(kind._leave, joined))
 

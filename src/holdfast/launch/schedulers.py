@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.slurm import SlurmStep, hosts, read_step
 
+_NUMBER = re.compile(r"[0-9]{1,18}")
 DEFAULT_PORT = 29400
 """As torchrun's."""
 STARTED_AGAIN = 4
@@ -89,8 +91,8 @@ class _Found:
     def number(self, variable: str, least: int = 0) -> int:
         """Return the whole number in a variable."""
         text = self.env[variable]
-        if not (text.isascii() and text.isdecimal() and int(text) >= least):
-            raise ConfigError(f"{variable} must be a whole number, at least {least}, got {text!r}")
+        if not (_NUMBER.fullmatch(text) and int(text) >= least):
+            raise ConfigError(f"{variable} must be a whole number, at least {least}, got {text!r:.80}")
         return int(text)
 
     @property
@@ -132,8 +134,8 @@ def _nodes(found: _Found) -> int:
         raise ConfigError(
             f"PET_NNODES={found.env['PET_NNODES']} is a range, and a job begins on a fixed number of nodes: give --nnodes"
         )
-    if not (least.isascii() and least.isdecimal() and int(least) >= 1):
-        raise ConfigError(f"PET_NNODES must be a whole number, at least 1, got {found.env['PET_NNODES']!r}")
+    if not (_NUMBER.fullmatch(least) and int(least) >= 1):
+        raise ConfigError(f"PET_NNODES must be a whole number, at least 1, got {found.env['PET_NNODES']!r:.80}")
     return int(least)
 
 

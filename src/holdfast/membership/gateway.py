@@ -40,8 +40,10 @@ class EtcdUnavailable(Exception):
     """The member cannot answer now."""
 
 
-FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, EtcdUnavailable)
-"""All errors that a request to an unavailable member may raise."""
+_TOO_LONG = (OverflowError, MemoryError)
+"""Raised for an answer that is said to be longer than memory."""
+FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, *_TOO_LONG, EtcdUnavailable)
+"""All errors that a request to an unavailable member, or to another program in its place, may raise."""
 
 
 class EtcdCluster:
