@@ -54,6 +54,15 @@ def test_handlers_that_end_change_nothing(tmp_path):
     assert leave(tmp_path, "pass")[:2] == (0, "")
 
 
+def test_a_system_that_refuses_a_thread_does_not_keep_handlers_from_running(tmp_path):
+    script = SCRIPT.replace("worker._leave", "def refuse(*_): raise RuntimeError(\"can't start new thread\")\n"
+                            "worker.threading.Thread.start = refuse\nworker._leave")  # fmt: skip
+    words = [sys.executable, "-c", script.format(handler="print('ran')", code=3, hang_s=HANG_S), tmp_path / "beacon"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (3, "ran\n", "")
+
+
 def test_handlers_that_are_busy_may_take_longer(tmp_path):
     busy = f"beacon.publish_busy(busy=True); time.sleep({3 * LIMIT_S}); beacon.publish_busy(busy=False)"
     ended, said, took_s = leave(tmp_path, busy)

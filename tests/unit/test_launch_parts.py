@@ -202,6 +202,7 @@ def run(text, tmp_path):
         ("raise OSError(28, 'No space left on device')", False),
         ("raise ConnectionResetError('storage')", False),
         ("raise MemoryError", False),
+        ("raise RuntimeError(\"can't start new thread\")", False),
         ("raise __import__('holdfast').errors.StoreLost('gone')", False),
         ("raise __import__('holdfast').errors.CheckpointError('no storage')", False),
         ("raise SystemExit(3)", False),

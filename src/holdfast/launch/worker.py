@@ -291,17 +291,22 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
     return ScriptFailed(exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error))
 
 
+_NO_THREAD = "can't start new thread"
+"""What CPython's RuntimeError says where the system refuses a thread."""
+
+
 def is_bug(error: BaseException) -> bool:
     """Return whether the script would raise ``error`` again, as opposed to one that other machines or a later try avoid.
 
-    Lost workers, unreachable storage, a full disk and lack of memory may pass. Nothing is known of an exit code of the
-    script's own.
+    Lost workers, unreachable storage, a full disk and lack of memory or of threads may pass. Nothing is known of an exit
+    code of the script's own.
     """
     if isinstance(error, HoldfastError):
         return isinstance(error, ScriptError)
     if isinstance(error, OSError):
         return error.errno in _WRONG_PATH
     may_pass = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
+    may_pass = may_pass or str(error) == _NO_THREAD
     return isinstance(error, Exception) and not may_pass
 
 
@@ -345,7 +350,8 @@ def _exit_in_time(exit_code: int) -> None:
         ending = threading.Thread(
             target=_end_after, args=(limit_s, line, exit_code or 1), name="holdfast-exit", daemon=True
         )
-        ending.start()
+        with contextlib.suppress(RuntimeError):  # the system refuses a thread; then the handlers have no limit here
+            ending.start()
 
 
 def _end_after(limit_s: float, line: str, exit_code: int) -> None:
