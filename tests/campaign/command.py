@@ -79,6 +79,8 @@ def _given_plans(text: str) -> list[Plan]:
         plans = [Plan.from_json(line) for line in lines.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if not plans:
+        raise argparse.ArgumentTypeError(f"no plan is in {text!r}")
     if unknown := {each.kind for plan in plans for each in plan.attacks} - KINDS.keys():
         raise argparse.ArgumentTypeError(f"no such kind of attack: {', '.join(sorted(unknown))}")
     return plans
