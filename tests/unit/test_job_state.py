@@ -196,6 +196,17 @@ def test_a_worker_that_survivors_missed_does_not_start_again(judge):
     assert judge.ranks_left() == (0, 2)
 
 
+def test_the_end_of_a_worker_of_an_earlier_start_does_not_end_the_job(judge):
+    judge.begin((3, 4))
+    judge.apply(started(3))
+    judge.apply(finished(2, "stopped"))  # on a host that was taken for lost
+    for rank in (3, 4):
+        judge.apply(finished(rank))
+        judge.apply(ended(rank, 0))
+
+    assert judge.verdict(1.0, running=False) == JobCompleted(finished(3))
+
+
 def test_where_there_is_an_mpirun_its_end_is_named():
     judge = JobState("train.py", all_connect=True)
     judge.begin((0, 1))

@@ -112,6 +112,7 @@ class JobState:
         self._all_connect = all_connect
         self._stall_timeout_s = stall_timeout_s
         self._highest = -1
+        self._gone: set[int] = set()  # workers of earlier starts that are not in the present one
         self._poison: list[tuple[WorkerEnded, BeaconPosition]] = []
         self._devices: dict[int, str] = {}
         self._start = _Start((), ())
@@ -126,12 +127,14 @@ class JobState:
     def begin(self, ranks: Sequence[int]) -> None:
         """Begin a start of the job on ``ranks``."""
         self.restarts_in_vain += 1
+        self._gone = (self._gone | {*self._start.ranks, *self._start.processes}) - {*ranks}
         self._start = _Start(tuple(ranks), tuple(ranks[:1] if self._virtual else ranks))
         self._highest = max((self._highest, *ranks))
         self._closed = False
 
     def wait_for(self, rank: int) -> None:
         """Register a newcomer that is started; its records count once the other workers have admitted it."""
+        self._gone.discard(rank)
         self._start.waiting.setdefault(rank, [])
         self._highest = max(self._highest, rank)
 
@@ -199,6 +202,8 @@ class JobState:
 
     def _apply_start(self, record: Record, position: BeaconPosition | None) -> None:
         start = self._start
+        if record.rank in self._gone:  # it ran on where the launcher could not reach it, and its end says nothing
+            return
         if record.rank in start.waiting:  # its end may be read before the records of the workers that admitted it
             start.waiting[record.rank].append((record, position))
             return
@@ -225,6 +230,7 @@ class JobState:
 
     def _let_in(self, ranks: Sequence[int]) -> None:
         start = self._start
+        self._gone.difference_update(ranks)
         start.ranks = tuple(sorted({*start.ranks, *ranks}))
         if not self._virtual:
             start.processes = tuple(sorted({*start.processes, *ranks}))
