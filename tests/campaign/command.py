@@ -43,12 +43,14 @@ def main(words: list[str] | None = None) -> int:
 
 def _parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m campaign", description=__doc__)
-    parser.add_argument("--runs", type=int, help="number of plans; one, if no time is given")
+    parser.add_argument("--runs", type=_count, help="number of plans; one, if no time is given")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first plan")
-    parser.add_argument("--jobs", type=int, default=2, help="plans at a time")
+    parser.add_argument("--jobs", type=_count, default=2, help="plans at a time")
     parser.add_argument("--minutes", type=float, help="minutes after which no plan is started")
     parser.add_argument("--only", default="", help="kinds of attacks, separated by commas")
-    parser.add_argument("--plan", help="one plan, as JSON, or the path of a file with plans, one a line")
+    parser.add_argument(
+        "--plan", type=_given_plans, help="one plan, as JSON, or the path of a file with plans, one a line"
+    )
     parser.add_argument("--no-shrink", action="store_true", help="leave failing plans as they were drawn")
     parser.add_argument("--keep", action="store_true", help="keep the folders of failing plans")
     parser.add_argument("--again", action="store_true", help="also run seeds of which the folder has a result")
@@ -63,11 +65,31 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def _count(text: str) -> int:
+    """Read a number of which zero makes no sense."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
+    return int(text)
+
+
+def _given_plans(text: str) -> list[Plan]:
+    """Read plans from their JSON, or from a file that has one in each line."""
+    try:
+        lines = text if text.lstrip().startswith("{") else Path(text).read_text()
+        plans = [Plan.from_json(line) for line in lines.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not plans:
+        raise argparse.ArgumentTypeError(f"no plan is in {text!r}")
+    if unknown := {each.kind for plan in plans for each in plan.attacks} - KINDS.keys():
+        raise argparse.ArgumentTypeError(f"no such kind of attack: {', '.join(sorted(unknown))}")
+    return plans
+
+
 def _plans(options: argparse.Namespace, results: Results, commit: str) -> Iterator[Plan]:
     """Yield the plans to run."""
     if options.plan:
-        text = options.plan if options.plan.lstrip().startswith("{") else Path(options.plan).read_text()
-        yield from (Plan.from_json(line) for line in text.splitlines() if line.strip())
+        yield from options.plan
         return
     missing = {name: why for name, kind in KINDS.items() if (why := kind.missing())}
     for name, why in missing.items():

@@ -31,6 +31,8 @@ WRONG = (
 """Classes of what is wrong, in the order in which they are looked for."""
 
 _CLEAR = re.compile(r"^(error: |holdfast: stopped|stopped )", re.MULTILINE)
+INTERRUPTED = 130
+"""Exit code of a Python that Ctrl-C ends before the command has begun; a shell says nothing about it either."""
 MANY_DEATHS = 3
 """So many deaths may hit the same slice: then the job stops, and names its samples."""
 
@@ -96,7 +98,7 @@ def _of_run(ended: Ended, which: str, allowed: End, *, is_last: bool, may_leave:
         return Verdict("not resumed", f"{end}: {ended.said[-1500:]}")
     if allowed == End.SURVIVES:
         return Verdict("stopped", f"{end}: {ended.said[-1500:]}")
-    if ended.code > 0 and not _CLEAR.search(ended.said):
+    if ended.code > 0 and ended.code != INTERRUPTED and not _CLEAR.search(ended.said):
         return Verdict("no clear line", f"{end}: {ended.said[-1500:]}")
     return None
 

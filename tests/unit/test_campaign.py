@@ -58,6 +58,21 @@ def test_only_kinds_that_exist_can_be_asked_for(capsys):
     assert "no such kind of attack: nonsense; there are" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--plan", '{"job":{},"attacks":[{"kind":"nonsense"}]}'], "no such kind of attack: nonsense"),
+        (["--plan", "/nowhere"], "No such file"),
+        (["--plan", "{"], "not a plan"),
+        (["--runs", "0"], "at least 1, got '0'"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(words, why, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert why in capsys.readouterr().err
+
+
 # -- shrinking
 
 
@@ -179,6 +194,6 @@ def test_results_are_kept_line_by_line_and_a_torn_line_is_left_out(tmp_path):
 
     assert results.seeds_of("abc") == {3, 4}
     assert results.seeds_of("other") == set()
-    assert results.newest() == [right, wrong]
+    assert [each.verdict for each in results.newest()] == ["right", "hang"]
     assert "| `signal` | 2 | 2 | 1 | 1 | 4 (hang) |" in summary(results.all())
     assert "2 plans, seeds 3 to 4: 1 right, 1 hang; 5.0 s a plan." in summary(results.all())
