@@ -77,6 +77,7 @@ def _slices() -> Row:
             "ddp-accumulate": Peer("DDP on Gloo", settings="4 micro-batches a worker under no_sync"),
         },
         ((*start, "--rounds", "1", "--steps", "1"),), limit="the loop without communication", limit_s=150,
+        why={"ddp-gloo": "it makes one pass over its mini-batch, Holdfast one for each slice: performance-slices.md"},
         long=((*start, "--rounds", "40"),),
     )  # fmt: skip
 
