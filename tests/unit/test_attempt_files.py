@@ -7,10 +7,13 @@ import os
 import pytest
 
 from holdfast.launch.attempt import AttemptFiles
+from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.launch.run_paths import RunPaths
 from holdfast.records.files import FileRecorder
 from holdfast.records.paths import records_path
 from holdfast.records.types import StepCommitted, WorkerEnded
+
+PID = 7
 
 
 @pytest.fixture
@@ -30,9 +33,12 @@ def commit(paths, rank, step):
     recorder.close()
 
 
-def die(paths, rank):
+def die(paths, rank, *, late=False):
+    """Record the end of a worker; ``late``: of one of an earlier start."""
+    if not late:
+        WatchedWorker(Process(PID, 1), Process(8, 1)).note(pair_path(paths.run_dir, rank))
     recorder = FileRecorder(records_path(paths.run_dir, f"watch-{rank}"))
-    recorder.write(WorkerEnded(t_s=9.0, rank=rank, step=1, exit_code=-9, pid=7))
+    recorder.write(WorkerEnded(t_s=9.0, rank=rank, step=1, exit_code=-9, pid=PID))
     recorder.close()
 
 
@@ -81,4 +87,37 @@ def test_a_worker_that_lives_or_starts_again_is_read_on(paths):
 
     assert [record.step for record in files.records()] == [3], "nothing is read twice"
     assert files.output() == [(1, "again")]
+    files.close()
+
+
+def test_the_last_read_returns_what_was_recorded_after_the_files_were_closed(paths):
+    files, before = AttemptFiles(paths), open_files()
+    for rank in range(3):
+        files.follow([rank], [rank])
+        die(paths, rank)
+    for _ in range(110):
+        files.records()
+    assert open_files() == before
+    for rank in range(3):
+        commit(paths, rank, 5)
+
+    assert files.records() == []
+    assert [(record.rank, record.step) for record in files.records(last=True)] == [(0, 5), (1, 5), (2, 5)]
+    assert files.records(last=True) == [], "nothing is read twice"
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_the_late_end_of_an_earlier_worker_does_not_close_the_files_of_the_one_that_lives(paths, has_begun):
+    files = AttemptFiles(paths)
+    files.follow([0], [0])
+    if has_begun:
+        WatchedWorker(Process(PID + 1, 1), Process(9, 1)).note(pair_path(paths.run_dir, 0))
+    die(paths, 0, late=True)
+    assert len(files.records()) == 1
+    for _ in range(110):
+        files.records()
+    say(paths, 0, "still here\n")
+
+    assert files.output() == [(0, "still here")]
     files.close()

@@ -192,8 +192,36 @@ def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_tha
 def test_a_worker_that_survivors_missed_does_not_start_again(judge):
     judge.apply(recovered(0, lost=(1,)))
 
-    assert judge.verdict(1.0, running=False) == JobLost("ranks 0, 1, 2 ended, and how is not recorded")
+    assert judge.verdict(1.0, running=False) == JobLost("ranks 0, 2 ended, and how is not recorded")
     assert judge.ranks_left() == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ([ended(0, -9)], "rank 0 killed by SIGKILL"),
+        ([], "rank 0 ended, and how is not recorded"),
+    ],
+)
+def test_workers_lost_with_their_node_are_not_named_as_the_reason(judge, ends, reason):
+    judge.lose([1, 2])
+    for end in ends:
+        judge.apply(end)
+
+    assert judge.verdict(1.0, running=False) == JobLost(reason)
+
+
+def test_known_ends_are_named_beside_unknown_ones(judge):
+    judge.apply(ended(1, -11))
+
+    reason = "ranks 0, 2 ended, and how is not recorded; rank 1 killed by SIGSEGV"
+    assert judge.verdict(1.0, running=False) == JobLost(reason)
+
+
+def test_a_job_whose_nodes_are_all_lost_says_so(judge):
+    judge.lose([0, 1, 2])
+
+    assert judge.verdict(1.0, running=True) == JobLost("no worker is left, and how they ended is not recorded")
 
 
 def test_the_end_of_a_worker_of_an_earlier_start_does_not_end_the_job(judge):
@@ -423,6 +451,15 @@ def test_what_befalls_a_newcomer_that_waits_is_no_fault_of_the_job(judge, end):
 
     assert judge.verdict(1.0, running=True) is None
     assert judge.waiting == ({3} if isinstance(end, ScriptFailed) else set())
+
+
+def test_a_late_record_of_a_newcomer_that_an_earlier_start_never_admitted_says_nothing(judge):
+    judge.wait_for(3)
+    judge.begin((0, 1, 2))
+    judge.apply(ended(3, 1))
+
+    assert not judge.has_ended(3)
+    assert judge.verdict(1.0, running=True) is None
 
 
 @pytest.mark.parametrize("alive", [(0, 1), (1, 2)])

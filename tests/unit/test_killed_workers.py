@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from lock_holders import LockHolder, wait_for
+from lock_holders import DEADLINE_S, LockHolder, wait_for
 
 from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.processes import Process
@@ -165,6 +165,56 @@ def test_the_mark_is_there_again_once_the_waiting_thread_has_ended(tmp_path, rep
         killed.process.kill()
 
         wait_for(lambda: reports and locks.core_of_end(0) is not None)
+
+
+def test_the_mark_is_there_again_while_the_report_is_still_on_its_way(tmp_path):
+    locks, reported, may_end = Beacon.peer_locks(tmp_path), threading.Event(), threading.Event()
+
+    def report(rank, why):
+        reported.set()
+        may_end.wait(DEADLINE_S)
+
+    with LockHolder(tmp_path, 0) as killed:
+        KilledWorkers(tmp_path, report).watch(0, Process.of(killed.process.pid))
+
+        killed.process.kill()
+
+        assert reported.wait(DEADLINE_S)
+        wait_for(lambda: locks.core_of_end(0) is not None)
+        may_end.set()
+
+
+def test_a_report_that_fails_prints_nothing(tmp_path, monkeypatch):
+    printed, failed = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+
+    def report(rank, why):
+        failed.set()
+        raise OSError("no network")
+
+    with LockHolder(tmp_path, 0) as killed:
+        KilledWorkers(tmp_path, report).watch(0, Process.of(killed.process.pid))
+
+        killed.process.kill()
+
+        assert failed.wait(DEADLINE_S)
+        wait_for(lambda: not any(thread.name == "holdfast-end-0" for thread in threading.enumerate()))
+    assert printed == []
+
+
+def test_without_another_thread_it_is_left_to_the_watcher(tmp_path, reports, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with LockHolder(tmp_path, 0) as killed:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        reports.watch(0, killed)
+
+        killed.process.kill()
+        killed.process.wait()
+        time.sleep(SURELY_S)
+
+    assert reports == {}
 
 
 def test_the_signal_of_an_end_is_known_once_no_thread_runs_and_as_long_as_there_is_the_process():

@@ -130,6 +130,30 @@ def test_a_mapped_lock_keeps_no_file_descriptor(tmp_path):
         assert os.listdir("/proc/self/fd") == before
 
 
+def test_waiting_for_an_end_keeps_neither_a_file_descriptor_nor_in_the_long_run_a_mapping(tmp_path):
+    locks = Beacon.peer_locks(tmp_path)
+    with Worker(tmp_path, 0) as first, Worker(tmp_path, 1) as second:
+        before = os.listdir("/proc/self/fd")
+        for rank, worker in enumerate((first, second)):
+            thread = threading.Thread(target=Beacon.wait_for_end, args=(beacon_path(tmp_path, rank),), daemon=True)
+            thread.start()
+            wait_for(lambda rank=rank: str(beacon_path(tmp_path, rank)) in mapped())
+            worker.process.kill()
+            thread.join()
+        assert os.listdir("/proc/self/fd") == before
+
+        def are_unmapped():
+            assert not Beacon.wait_for_end(beacon_path(tmp_path, 2)), "there is no such worker"
+            return str(tmp_path) not in mapped()
+
+        wait_for(are_unmapped)  # once the threads have ended
+        assert [has_ended(locks, rank) for rank in (0, 1)] == [True, True]
+
+
+def mapped():
+    return Path("/proc/self/maps").read_text()
+
+
 def test_a_lock_of_another_host_is_neither_mapped_nor_read_again(tmp_path):
     with Worker(tmp_path, 0) as killed, Worker(tmp_path, 1):
         beacon = beacon_path(tmp_path, 0)

@@ -47,7 +47,9 @@ def leave_quietly() -> NoReturn:
 def stacks_and_exit_after(limit_s: float | None) -> Iterator[None]:
     """Print all stacks and exit with 1 if the block takes longer than ``limit_s``; None for no limit.
 
-    This works while a call into C keeps Python's lock, as ``MPI_Init`` does: no thread could raise then.
+    This works while a call into C keeps Python's lock, as ``MPI_Init`` does: no thread could raise then. A process has
+    only one such timer: a limit replaces one that the script has set by ``faulthandler.dump_traceback_later``, and the
+    end of the block cancels it.
     """
     if limit_s is None:
         yield

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -313,19 +314,36 @@ class AttemptFiles:
     def _records_of(self, writer: str) -> RecordTail:
         return RecordTail(records_path(self._run_dir, writer), far=self._far)
 
+    def _closed_again(self) -> Iterator[tuple[int, _WorkerFiles]]:
+        """Yield the closed files, and close each set before the next is read: there may be thousands."""
+        for rank, files in self._closed.items():
+            yield rank, files
+            files.close()
+
     def _record_tails(self) -> list[RecordTail]:
         """Return the open files of records, those of watchers first."""
         found = [files.watch for files in self._open.values()] + [files.own for files in self._open.values()]
         return [tail for tail in found if tail is not None]
 
-    def records(self) -> list[Record]:
-        """Return new records; the record of a worker's end comes after every record that the worker wrote."""
+    def records(self, *, last: bool = False) -> list[Record]:
+        """Return new records; the record of a worker's end comes after every record that the worker wrote.
+
+        ``last`` includes those of workers whose files are closed.
+        """
         new = [record for tail in self._record_tails() for record in tail.read()]
         for record in new:
-            if isinstance(record, WorkerEnded):
+            if isinstance(record, WorkerEnded) and self._is_of_this_start(record):
                 self.end(record.rank)
         self._close_ended()
+        if last:
+            for _, files in self._closed_again():
+                new += [record for tail in (files.watch, files.own) if tail is not None for record in tail.read()]
         return sorted(new, key=lambda record: (isinstance(record, WorkerEnded), record.t_s))
+
+    def _is_of_this_start(self, ended: WorkerEnded) -> bool:
+        """Return whether it is not the late record of an earlier worker with this rank, which ran on another machine."""
+        pair = WatchedWorker.read(pair_path(self._run_dir, ended.rank))
+        return pair is not None and pair.worker.pid == ended.pid
 
     def end(self, rank: int) -> None:
         """Note that a worker has ended."""
@@ -349,14 +367,12 @@ class AttemptFiles:
 
     def output(self, *, last: bool = False) -> list[tuple[int, str]]:
         """Return new output lines with the rank that printed them; ``last`` includes incomplete lines."""
-        logs = {rank: files.log for rank, files in self._open.items()}
-        if last:
-            logs |= {rank: files.log for rank, files in self._closed.items()}
-        lines = [(rank, line) for rank, log in logs.items() if log is not None for line in log.read()]
-        if last:
-            lines += [(rank, rest) for rank, log in logs.items() if log is not None and (rest := log.rest())]
-            for files in self._closed.values():
-                files.close()
+        lines: list[tuple[int, bytes]] = []
+        for rank, files in itertools.chain(self._open.items(), self._closed_again() if last else ()):
+            if files.log is not None:
+                lines += [(rank, line) for line in files.log.read()]
+                if last and (rest := files.log.rest()):
+                    lines.append((rank, rest))
         return [(rank, line.decode(errors="replace")) for rank, line in lines]
 
     def close(self) -> None:

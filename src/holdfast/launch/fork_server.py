@@ -33,6 +33,10 @@ from holdfast.launch.processes import Process, die_with_parent
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
 """Time that a starter may take to send its request; it sends it at once."""
+_KILLED_WITHIN_S = 1.0
+"""Time that it may take to end by SIGKILL: blocked I/O or a debugger may keep it forever."""
+_LOOKS_APART_S = 5.0
+"""Longest time between two looks of a launcher that was not itself stopped or asleep in between."""
 _PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
 """The first optimizer of a process imports torch's compiler, to exclude itself from compilation."""
 _READ_AT_IMPORT = re.compile(rb"(?:OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH)_[A-Z]+")
@@ -81,6 +85,7 @@ class ForkServer:
         listener.close()
         os.close(ready)
         self._stopped_since_s: float | None = None
+        self._looked_s = 0.0
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -97,19 +102,25 @@ class ForkServer:
         return not select.select([self._importing], [], [], 0.0)[0]  # it closes the other end, or ends
 
     def stopped_s(self, now_s: float) -> float:
-        """Return for how many seconds a signal has stopped the server, as far as earlier calls have seen it."""
-        process = Process.of(self._process.pid)
+        """Return for how many seconds a signal has stopped the server, as far as earlier calls have seen it.
+
+        Time in which the launcher did not look, because it was itself stopped, does not count.
+        """
+        is_gone = self._process.poll() is not None  # and another process may have its PID
+        process = None if is_gone else Process.of(self._process.pid)
+        apart_s, self._looked_s = now_s - self._looked_s, now_s
         if process is None or not process.is_stopped():
             self._stopped_since_s = None
             return 0.0
-        if self._stopped_since_s is None:
+        if self._stopped_since_s is None or apart_s > _LOOKS_APART_S:
             self._stopped_since_s = now_s
         return now_s - self._stopped_since_s
 
     def kill(self) -> None:
         """End the process. Starters that wait for it, and later ones, start their workers without it."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_WITHIN_S)
 
     def close(self) -> None:
         """End the server. The workers that it forked go on."""

@@ -112,7 +112,7 @@ class JobState:
         self._all_connect = all_connect
         self._stall_timeout_s = stall_timeout_s
         self._highest = -1
-        self._gone: set[int] = set()  # workers of earlier starts that are not in the present one
+        self._gone: set[int] = set()  # workers and newcomers of earlier starts that are not in the present one
         self._poison: list[tuple[WorkerEnded, BeaconPosition]] = []
         self._devices: dict[int, str] = {}
         self._start = _Start((), ())
@@ -127,7 +127,7 @@ class JobState:
     def begin(self, ranks: Sequence[int]) -> None:
         """Begin a start of the job on ``ranks``."""
         self.restarts_in_vain += 1
-        self._gone = (self._gone | {*self._start.ranks, *self._start.processes}) - {*ranks}
+        self._gone = (self._gone | {*self._start.ranks, *self._start.processes, *self._start.waiting}) - {*ranks}
         self._start = _Start(tuple(ranks), tuple(ranks[:1] if self._virtual else ranks))
         self._highest = max((self._highest, *ranks))
         self._closed = False
@@ -378,12 +378,13 @@ class JobState:
         return JobLost(self._how_lost())
 
     def _how_lost(self) -> str:
-        ends = self._start.ended
-        if untold := [str(rank) for rank in self._start.processes if rank not in ends]:
+        ends = [f"rank {rank} {self._cause(end)}" for rank, end in sorted(self._start.ended.items())]
+        if untold := self.living():
             if self._all_connect:
                 return "mpirun ended before the workers did"
-            return f"rank{'s' * (len(untold) > 1)} {', '.join(untold)} ended, and how is not recorded"
-        return "; ".join(f"rank {r} {self._cause(end)}" for r, end in sorted(ends.items()))
+            ranks = f"rank{'s' * (len(untold) > 1)} {', '.join(map(str, untold))}"
+            ends = [f"{ranks} ended, and how is not recorded", *ends]
+        return "; ".join(ends) or "no worker is left, and how they ended is not recorded"
 
     def _cause(self, end: WorkerEnded) -> str:
         """Return a phrase for how a worker ended; one whose device was lost has killed itself."""

@@ -11,6 +11,7 @@ record of the watcher, which follows in any case.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class KilledWorkers:
 
     Args:
         run_dir: Directory of the run.
-        report: Called in that thread with rank and cause of death, at most once for each worker.
+        report: Called in a thread with rank and cause of death, at most once for each worker. What it raises is ignored.
     """
 
     def __init__(self, run_dir: Path, report: Callable[[int, str], None]) -> None:
@@ -40,18 +41,27 @@ class KilledWorkers:
         self._is_closed = False
 
     def watch(self, rank: int, worker: Process) -> None:
-        """From now on report the death of a worker, whose beacon exists."""
-        threading.Thread(target=self._wait, args=(rank, worker), name=f"holdfast-end-{rank}", daemon=True).start()
+        """From now on report the death of a worker, whose beacon exists; not if the system gives no more threads."""
+        _start_thread(self._wait, rank, worker)
 
     def close(self) -> None:
         """Report nothing more: later deaths are the launcher's doing."""
         self._is_closed = True
 
     def _wait(self, rank: int, worker: Process) -> None:
-        if not Beacon.wait_for_end(beacon_path(self._run_dir, rank)):
-            return
+        """Wait in a thread that does nothing else: survivors see the mark in the lock again once it has ended."""
+        if Beacon.wait_for_end(beacon_path(self._run_dir, rank)):
+            _start_thread(self._look, rank, worker)
+
+    def _look(self, rank: int, worker: Process) -> None:
         ends_s = time.monotonic() + _LAST_THREAD_S
         while (number := worker.signal_of_end()) is None and time.monotonic() < ends_s:
             time.sleep(_LOOK_S)
         if number and not self._is_closed:
-            self._report(rank, cause_of_death(-number))
+            with contextlib.suppress(Exception):  # whatever is wrong, the launcher meets it, too: it reports the record
+                self._report(rank, cause_of_death(-number))
+
+
+def _start_thread(target: Callable[[int, Process], None], rank: int, worker: Process) -> None:
+    with contextlib.suppress(RuntimeError):  # no more threads: then the record of the watcher comes first
+        threading.Thread(target=target, args=(rank, worker), name=f"holdfast-end-{rank}", daemon=True).start()

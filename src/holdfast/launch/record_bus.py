@@ -105,7 +105,7 @@ class RecordBus:
         """
         output = self._run.files.output(last=last)
         own, self._noted = self._noted, []
-        for record in self._run.files.records():
+        for record in self._run.files.records(last=last):
             for log in self._event_logs:
                 log.write(record)
             own.append((record, position := self._end_of(record, attempt)))

@@ -3,7 +3,8 @@
 A worker has arrived once it requests to be connected to the others. Before, it runs imports and the script's
 preparations, which may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker
 that has not arrived by then is hung if its process is missing, or if another worker has waited that long. A process that
-a signal stops is not slow, and is hung after the timeout itself. A worker that has asked to be connected, and is not, is hung if others are connected and wait: :mod:`holdfast.phases`.
+a signal stops is not slow, and is hung after the timeout itself. A worker that has asked to be connected, and is not, is
+hung if others are connected and wait: :mod:`holdfast.phases`.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class Roster:
     def _forget(self, generation: int) -> None:
         """Remove the keys of a generation that no member is in; of the first one, its members stay.
 
-        Members of any generation stay if a client that has slept since could decide anew who they are.
+        Members of any generation stay if a client that has slept since could decide anew which they are.
         """
         if generation < 0:
             return

@@ -40,6 +40,15 @@ _IS_EXITING = 0x4
 _FLAGS, _CORE = 5, 35
 """Numbers of the flags and of the core among the fields after the state."""
 
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_LIBRARY.mmap.restype = ctypes.c_void_p
+_LIBRARY.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBRARY.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+_taken: list[tuple[int, int]] = []
+"""Address and position of locks that threads of this process have taken: each stays mapped until its thread has ended."""
+_taken_lock = threading.Lock()
+
 
 def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     """Take a lock in shared memory and keep it until this process ends; ``at`` is divisible by 8.
@@ -50,13 +59,12 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     if threading.get_native_id() != os.getpid():
         return
     place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory, at)))
-    library = ctypes.CDLL(None)
     attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
-    library.pthread_mutexattr_init(attributes)
-    library.pthread_mutexattr_setpshared(attributes, 1)
-    library.pthread_mutexattr_setrobust(attributes, 1)
-    if library.pthread_mutex_init(place, attributes) == 0:
-        library.pthread_mutex_lock(place)
+    _LIBRARY.pthread_mutexattr_init(attributes)
+    _LIBRARY.pthread_mutexattr_setpshared(attributes, 1)
+    _LIBRARY.pthread_mutexattr_setrobust(attributes, 1)
+    if _LIBRARY.pthread_mutex_init(place, attributes) == 0:
+        _LIBRARY.pthread_mutex_lock(place)
         _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())
         # Never unmapped, not even when the interpreter ends: the C library links the locks of a thread to each other.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
@@ -65,22 +73,34 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
 def wait_for_end(path: Path, at: int) -> bool:
     """Block until the process that holds the lock at ``at`` in a file begins to end.
 
-    The calling thread then holds the lock, without the mark, and must end soon: the kernel sets the mark again as it does.
+    The calling thread then holds the lock, without the mark, and must end at once: the kernel sets the mark again as it
+    does. Until then other readers of the lock take the process for alive.
 
     Returns:
         Whether a process of this host held the lock. If not, this returns at once.
     """
-    try:
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), at + LOCK_BYTES)
-    except (OSError, ValueError):  # there is no such file, or it is too short
+    _unmap_released()
+    address = _map_lock(path, at, mmap.PROT_READ | mmap.PROT_WRITE)
+    if not address:
         return False
-    if _this_host() == 0 or _HOST.unpack_from(memory, at + _MUTEX_BYTES)[0] != _this_host():
-        return False
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # the C library links the lock to this thread
-    place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory, at)))
-    code: int = ctypes.CDLL(None).pthread_mutex_lock(place)
+    code: int = _LIBRARY.pthread_mutex_lock(ctypes.c_void_p(address + at))
+    with _taken_lock:
+        _taken.append((address, at))
     return code == errno.EOWNERDEAD
+
+
+def _unmap_released() -> None:
+    """Unmap the locks whose threads have ended, which the mark shows; until then the C library links them to the threads."""
+    with _taken_lock:
+        for address, at in tuple(_taken):
+            if _has_mark(address + at):
+                _taken.remove((address, at))
+                _LIBRARY.munmap(address, at + LOCK_BYTES)
+
+
+def _has_mark(address: int) -> bool:
+    """Return whether the kernel has noted in the word at ``address`` that the holder of the lock has begun to end."""
+    return bool(ctypes.c_uint32.from_address(address).value & _OWNER_DIED)
 
 
 @functools.cache
@@ -116,7 +136,7 @@ class PeerLocks:
         """Return those of ``ranks`` whose end can be seen here: they hold a lock, and run on this host."""
         for rank in ranks:
             if rank not in self._addresses:
-                self._addresses[rank] = self._map(rank)
+                self._addresses[rank] = _map_lock(self._path_of(rank), self._at, mmap.PROT_READ)
         return [rank for rank in ranks if self._addresses[rank]]
 
     def core_of_end(self, rank: int) -> int | None:
@@ -127,27 +147,25 @@ class PeerLocks:
         if not self.on_this_host([rank]):
             return None
         address = self._addresses[rank]
-        if not ctypes.c_uint32.from_address(address + self._at).value & _OWNER_DIED:
+        if not _has_mark(address + self._at):
             return None
         return _core_of_end(ctypes.c_int64.from_address(address + self._pid_at).value)
 
-    def _map(self, rank: int) -> int:
-        """Return the address of a file, mapped for as long as this process lives; 0 if it has no lock of this host."""
-        try:
-            with self._path_of(rank).open("rb", buffering=0) as file:
-                host = os.pread(file.fileno(), _HOST.size, self._at + _MUTEX_BYTES)
-                is_here = _this_host() != 0 and host == _HOST.pack(_this_host())
-                return _map_for_life(file.fileno(), self._at + LOCK_BYTES) if is_here else 0
-        except OSError:  # it has none
-            return 0
+
+def _map_lock(path: Path, at: int, access: int) -> int:
+    """Return the address of a file that stays mapped; 0 if it has no lock of this host at ``at``."""
+    try:
+        with path.open("rb+" if access & mmap.PROT_WRITE else "rb", buffering=0) as file:
+            host = os.pread(file.fileno(), _HOST.size, at + _MUTEX_BYTES)
+            is_here = _this_host() != 0 and host == _HOST.pack(_this_host())
+            return _map(file.fileno(), at + LOCK_BYTES, access) if is_here else 0
+    except OSError:  # there is none, or it cannot be mapped
+        return 0
 
 
-def _map_for_life(fd: int, size_bytes: int) -> int:
-    """Map a file for reading and return the address; Python's ``mmap`` would keep a file descriptor for each."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    address: int | None = library.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+def _map(fd: int, size_bytes: int, access: int) -> int:
+    """Map a file and return the address; Python's ``mmap`` would keep a file descriptor for each."""
+    address: int | None = _LIBRARY.mmap(None, size_bytes, access, mmap.MAP_SHARED, fd, 0)
     if address is None or address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), "cannot map a life lock")
     return address
