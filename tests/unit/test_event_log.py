@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +19,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.monitor.followed import FollowedFolder, GrowingEvents
 from holdfast.records.event_log import EventLog
-from holdfast.records.files import load_events
+from holdfast.records.files import complete_lines, load_events, read_event_files
 from holdfast.records.paths import event_files, events_path
 from holdfast.records.types import StepCommitted
 from holdfast.report import write_report
@@ -73,28 +76,158 @@ def test_a_new_run_replaces_all_files_of_an_earlier_one_and_never_those_of_a_run
     (tmp_path / "report.json").write_text("{}")
     running = written(tmp_path, range(3), 2000)
     other = written(tmp_path, range(100, 120), 2000)
+    third = EventLog(tmp_path, is_first=False)
+    third.write(step(200))
 
     assert [record.step for record in load_events(tmp_path)] == [0, 1, 2]
     assert not (tmp_path / "report.json").exists()
     assert other.is_final(), "the records of a job with two launchers are written by one of them"
     running.close()
     assert not other.is_final(), "that one is gone, so the other one writes all records at the end"
+    assert third.is_final()
     other.close()
+    assert not third.is_final(), "a launcher of another node writes nothing while the job runs"
+    third.close()
+
+
+def test_an_earlier_report_stays_where_no_new_file_can_be_begun(tmp_path):
+    written(tmp_path, range(50), 2000).close()
+    earlier = names(tmp_path)
+    (tmp_path / "events.jsonl.next" / "in the way").mkdir(parents=True)
+    log = written(tmp_path, range(3), 2000)
+
+    assert names(tmp_path) == earlier
+    assert not log.is_final()
+    log.close()
+
+
+def test_a_file_that_has_the_next_number_is_never_replaced(tmp_path):
+    log = written(tmp_path, [0], 1)
+    events_path(tmp_path, 1).write_text("of another launcher\n")
+    log.write_all([step(1), step(2)])
+    log.close()
+
+    assert names(tmp_path) == ["events-000001.jsonl", "events-000002.jsonl", "events-000003.jsonl", "events.jsonl"]
+    assert events_path(tmp_path, 1).read_text() == "of another launcher\n"
+
+
+def test_records_of_one_look_are_written_at_once_and_split_where_a_file_is_full(tmp_path, monkeypatch):
+    sizes, write = [], os.write
+    monkeypatch.setattr(os, "write", lambda file, text: sizes.append(len(text)) or write(file, text))
+    log = EventLog(tmp_path, 1000)
+    log.write_all([step(number) for number in range(20)])
+    log.close()
+
+    assert sizes == [path.stat().st_size for path in event_files(tmp_path)]
+    assert len(sizes) > 2
+    assert all(1000 <= size < 1300 for size in sizes[:-1])
+    assert [record.step for record in load_events(tmp_path)] == list(range(20))
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced", "moved"])
+def test_all_records_are_written_at_the_end_if_the_file_is_not_there_any_more(tmp_path, what):
+    folder = tmp_path / "out"
+    log = written(folder, range(50), 2000)
+    assert log.is_final()
+    if what == "removed":
+        events_path(folder).unlink()
+    elif what == "replaced":
+        (folder / "other").write_text("of another launcher\n")
+        (folder / "other").replace(events_path(folder))
+    else:
+        folder.rename(tmp_path / "elsewhere")
+
+    assert not log.is_final()
+    log.write_all([step(number) for number in range(50, 100)])
+    log.close()
+    assert what != "replaced" or events_path(folder).read_text() == "of another launcher\n"
+
+
+def test_a_line_that_a_full_disk_has_truncated_is_skipped_and_removed_by_the_next_one(tmp_path, monkeypatch, capsys):
+    log, events, write = written(tmp_path, range(3), 1), GrowingEvents(tmp_path), os.write  # a new file for each record
+    monkeypatch.setattr(os, "write", lambda file, text: write(file, text[:40]))
+    log.write(step(3))
+    monkeypatch.undo()
+
+    assert events_path(tmp_path).stat().st_size == 40, "no line was truncated"
+    assert [record.step for record in load_events(tmp_path)] == [0, 1, 2]
+    assert followed(events) == [0, 1, 2]
+    log.write_all([step(4), step(5)])
+    assert [record.step for record in load_events(tmp_path)] == [0, 1, 2, 4, 5]
+    assert followed(events) == [4, 5]
+    assert not log.is_final()
+    assert "these records are written at its end" in capsys.readouterr().err
+    log.close()
+
+
+def followed(events):
+    seen = []
+    while records := events.read()[0]:
+        seen += [record.step for record in records]
+    return seen
+
+
+def test_what_a_reader_finds_renamed_between_two_looks_is_looked_for_again(tmp_path):
+    log, looks = written(tmp_path, range(3), 1), []
+
+    def read(path):
+        looks.append(path.name)
+        if len(looks) == 3:
+            log.write(step(3))  # the newest file has its number now
+        return [json.loads(line)["step"] for line in complete_lines(path)]
+
+    assert read_event_files(tmp_path, read) == [0, 1, 2, 3]
+    assert len(looks) == 3 + 4
+    log.close()
+
+    def read_removed(path):
+        if path.exists() and path.name == "events-000001.jsonl":
+            path.unlink()
+        return [json.loads(line)["step"] for line in complete_lines(path)]
+
+    assert read_event_files(tmp_path, read_removed) == [1, 2, 3]
+
+
+def test_full_files_are_gone_before_the_one_that_has_all_records_is_there(tmp_path, monkeypatch):
+    written(tmp_path, range(50), 2000).close()
+    records = [step(number) for number in range(50)]
+
+    def killed(draft, path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_report(records, tmp_path, started=range(4), wall_s=1.0, seed=0)
+    found = [record.step for record in load_events(tmp_path)]
+    assert len(found) == len(set(found)), "no record is there twice"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_disk)
+        with pytest.raises(ConfigError, match="No space left"):
+            write_report(records, tmp_path, started=range(4), wall_s=1.0, seed=0)
+    assert names(tmp_path) == ["events.jsonl"]
+    assert not list(tmp_path.glob("*.draft"))
+
+    write_report(records, tmp_path, started=range(4), wall_s=1.0, seed=0)
+    assert load_events(tmp_path) == records
+
+
+def full_disk(path, text):
+    path.write_bytes(text[:10].encode())
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_where_no_new_file_can_be_begun_the_full_one_is_continued(tmp_path):
     log = EventLog(tmp_path, 1000)
     log.write(step(0))
-    (events_path(tmp_path, 2) / "in the way").mkdir(parents=True)
+    (tmp_path / "events.jsonl.next" / "in the way").mkdir(parents=True)
     for number in range(1, 40):
         log.write(step(number))
     log.close()
 
-    assert (
-        len(events_path(tmp_path, 1).read_text().splitlines()) + len(events_path(tmp_path).read_text().splitlines())
-        == 40
-    )
-    assert events_path(tmp_path).stat().st_size > 2000
+    assert names(tmp_path) == ["events.jsonl"]
+    assert len(events_path(tmp_path).read_text().splitlines()) == 40
 
 
 def test_a_reader_that_follows_gets_each_record_once_whatever_happens_between_two_looks(tmp_path):

@@ -450,7 +450,7 @@ def test_a_damaged_report_is_one_clear_error(tmp_path, text, message):
     "line",
     [
         b'{"event": "Unheard"}\n',
-        b'{"event": "StepCommitted", "t_s": 1.0, \xff',
+        b'{"event": "StepCommitted", "t_s": 1.0, \xff\n',
         b'{"event": "WorkerEnded", "t_s": "soon", "rank": 1, "returncode": -9}\n',
         b'{"event": "WorkerEnded", "t_s": 1.0, "rank": null, "returncode": -9}\n',
     ],

@@ -39,7 +39,7 @@ from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
-from holdfast.records.types import JobRestarted, RunStarted
+from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ class Launcher:
         """Return the log of the records in the report directory; None without one."""
         if self._job.report_dir is None:
             return None
-        log = EventLog(self._job.report_dir, size_in_bytes(self._job.events_max))
+        is_late = self._nodes is not None and self._nodes.is_late  # its predecessor's file has the earlier records
+        is_first = self._job.node_rank == 0 and not is_late
+        log = EventLog(self._job.report_dir, size_in_bytes(self._job.events_max), is_first=is_first)
         undo.callback(log.close)
         return log
 
@@ -333,27 +335,25 @@ class Launcher:
             origin_s=self._origin_s,
         )
 
-    def _began(self) -> list[RunStarted]:
-        return [record for record in read_run(self._paths.run_dir) if isinstance(record, RunStarted)]
-
     def _has_begun(self) -> bool:
         """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
-        return bool(self._began()) or (self._nodes is not None and self._nodes.slices > 0)
+        return self._bus.begun is not None or (self._nodes is not None and self._nodes.slices > 0)
 
     def _slices(self, start: JobStart) -> int:
         """Return the number of slices that the job began with; 0 leaves it to the workers that begin."""
         if self._nodes is not None and self._nodes.slices:
             return self._nodes.slices
         is_short = self._nodes is not None and len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
-        unsaid = self._job.slices if self._restarts or is_short else self._job.settings.slices
-        return next((record.slices for record in self._began()), unsaid)
+        if self._bus.begun is not None:
+            return self._bus.begun.slices
+        return self._job.slices if self._restarts or is_short else self._job.settings.slices
 
     def _order(self) -> str:
         """Return the order of additions; a job that is restarted keeps the one that it began with."""
         if not self._restarts or self._job.settings.order != AUTO:
             return self._job.settings.order
         shared = "" if self._nodes is None else self._nodes.order
-        return shared or next((record.order for record in self._began()), AUTO)
+        return shared or (AUTO if self._bus.begun is None else self._bus.begun.order)
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""

@@ -71,9 +71,7 @@ class RecordBus:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._story = EventFormatter()
-        self._log = Logger(
-            run.clock, lambda: (-1, -1), FileRecorder(records_path(run.paths.run_dir, "launcher")), *self._event_logs
-        )
+        self._log = Logger(run.clock, lambda: (-1, -1), FileRecorder(records_path(run.paths.run_dir, "launcher")))
         self._status = RunStatus(alive={}, metrics={}, workers=len(run.job.ranks))
         self._times = StepTimes()
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
@@ -84,9 +82,8 @@ class RecordBus:
         self.is_training = False
         """Whether a step was committed in this start of the job."""
 
-    @property
-    def _event_logs(self) -> tuple[EventLog, ...]:
-        return () if self._run.events is None else (self._run.events,)
+        self.begun: RunStarted | None = None
+        """The record of the first start in which training began."""
 
     @property
     def has_committed(self) -> bool:
@@ -105,9 +102,9 @@ class RecordBus:
         """
         output = self._run.files.output(last=last)
         own, self._noted = self._noted, []
-        for record in self._run.files.records(last=last):
-            for log in self._event_logs:
-                log.write(record)
+        records = self._run.files.records(last=last)
+        self._report(records)
+        for record in records:
             own.append((record, position := self._end_of(record, attempt)))
             self.poll(record, position)
         for warning in self._run.files.warnings():
@@ -124,6 +121,7 @@ class RecordBus:
             sink.write(record)
         match record:
             case RunStarted():
+                self.begun = self.begun or record
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)
                 self.is_distributed = is_distributed(record)
                 if self._run.nodes is not None:
@@ -143,6 +141,7 @@ class RecordBus:
     def note(self, record: Record) -> None:
         """Write a record of the launcher itself; records about workers are published to the other launchers."""
         record = self._log.write(record)
+        self._report((record,))
         self.poll(record)
         if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
             self._noted.append((record, None))
@@ -150,6 +149,7 @@ class RecordBus:
     def note_end(self, ended: WorkerEnded, attempt: JobAttempt) -> None:
         """Write how a worker ended, instead of its watcher, and handle it."""
         ended = self._log.write(ended)
+        self._report((ended,))
         self._run.files.end(ended.rank)
         position = self._end_of(ended, attempt)
         self.poll(ended, position)
@@ -170,6 +170,11 @@ class RecordBus:
             waits_for=waits_for,
         )
         self._run.view.show(self._status)
+
+    def _report(self, records: Sequence[Record]) -> None:
+        """Write records to the report directory, all at once: it may be on a slow network file system."""
+        if self._run.events is not None:
+            self._run.events.write_all(records)
 
     def _end_of(self, record: Record, attempt: JobAttempt) -> BeaconPosition | None:
         """Handle the end of a worker of this node; return its last position."""
@@ -197,8 +202,9 @@ class RecordBus:
         changes = others.poll()
         for rank in changes.newcomers:
             state.wait_for(rank)
-        for told in others.receive():
-            self._log.write(told.record)
+        received = others.receive()
+        self._report([self._log.write(told.record) for told in received])
+        for told in received:
             if told.start == others.number and told.record.rank not in others.given_up:
                 self.poll(told.record, told.position)
         state.lose(changes.parted)

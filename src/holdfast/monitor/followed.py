@@ -39,31 +39,30 @@ class GrowingFile:
         self.path, self.inode = path, inode
         self.is_at_end = False
         """Whether the last call has found nothing new."""
-        self._read_bytes = 0
-        self._rest = b""
+        self._complete_bytes = self._rest_bytes = 0
 
     def read(self) -> tuple[list[Record], bool]:
         """Return new records, of at most 1 MiB unless none of it is one, and whether the file is another one than before.
 
-        An incomplete line is left for the next call; a line that is no record is skipped.
+        An incomplete line is left for the next call, which reads it again: it is removed if the disk was full. A line
+        that is no record is skipped.
         """
         try:
             with open_plain(self.path) as file:
                 about = os.fstat(file.fileno())
-                is_other = self.inode not in (0, about.st_ino) or about.st_size < self._read_bytes
+                is_other = self.inode not in (0, about.st_ino) or about.st_size < self._complete_bytes
                 if is_other:
-                    self._read_bytes, self._rest = 0, b""
+                    self._complete_bytes = self._rest_bytes = 0
                 self.inode = about.st_ino
-                file.seek(self._read_bytes)
-                chunk = file.read(_CHUNK_BYTES)
+                file.seek(self._complete_bytes)
+                text = file.read(self._rest_bytes + _CHUNK_BYTES)
         except OSError:
             self.is_at_end = True
             return [], False
-        self.is_at_end = not chunk
-        self._read_bytes += len(chunk)
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > _MOST_LINE:
-            self._rest = b""
+        self.is_at_end = len(text) <= self._rest_bytes
+        *lines, rest = text.split(b"\n")
+        self._rest_bytes = len(rest) if len(rest) <= _MOST_LINE else 0
+        self._complete_bytes += len(text) - self._rest_bytes
         records = [record for line in lines if (record := parse_record(line)) is not None]
         return [record for record in records if 0 <= record.t_s <= _LONGEST_S], is_other
 

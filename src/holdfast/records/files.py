@@ -12,8 +12,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from holdfast.errors import ConfigError, InternalError
 from holdfast.records.encoding import record_from_dict, record_to_dict
@@ -39,6 +40,26 @@ _KEEP_SIZE = 1
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
+_T = TypeVar("_T")
+
+
+class RecordLine(NamedTuple):
+    """A record as it is written to a file."""
+
+    text: bytes
+    is_of_step: bool
+
+    @classmethod
+    def of(cls, record: Record) -> RecordLine:
+        """Return the line of a record.
+
+        Raises:
+            InternalError: if the record was not stamped; see :class:`~holdfast.records.logger.Logger`.
+        """
+        if missing := record.missing_stamps():
+            raise InternalError(f"a {type(record).__name__} is written without {', '.join(missing)}")
+        return cls((json.dumps(record_to_dict(record)) + "\n").encode(), isinstance(record, OF_STEPS))
+
 
 class FileRecorder:
     """Appends JSON lines to ``path``. Training must not stop for a full disk: records that cannot be written are dropped.
@@ -48,18 +69,21 @@ class FileRecorder:
 
     Args:
         path: The file; it is made if it is not there.
-        mode: Permissions of a new file, before the umask; by default for this user only.
+        is_report: The file belongs to a report: its permissions are those of other files, and a line that a full disk
+            has truncated is removed. Otherwise the file is for this user only, and such a line stays, because the
+            launcher may have read a part of it.
 
     Raises:
         ConfigError: if the file cannot be opened.
     """
 
-    def __init__(self, path: Path, mode: int = 0o600) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, is_report: bool = False) -> None:
+        self._path, self._is_report = path, is_report
         self._warned = False
         self._torn = False
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(path, flags, 0o666 if is_report else 0o600)
         except OSError as error:
             raise ConfigError(f"cannot write records to {path}: {error.strerror}") from error
         self._reserved = self._size = os.fstat(self._file).st_size
@@ -71,6 +95,22 @@ class FileRecorder:
         """Bytes in the file."""
         return self._size
 
+    def is_there(self) -> bool:
+        """Return whether the file still has its name: it was not removed, and its folder was not moved."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def rename(self, path: Path) -> None:
+        """Give the file another name.
+
+        Raises:
+            OSError: if that is not possible; it keeps its name.
+        """
+        self._path.rename(path)
+        self._path = path
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
@@ -81,24 +121,32 @@ class FileRecorder:
         Raises:
             InternalError: if the record was not stamped; see :class:`~holdfast.records.logger.Logger`.
         """
-        if missing := record.missing_stamps():
-            raise InternalError(f"a {type(record).__name__} is written without {', '.join(missing)}")
-        line = (json.dumps(record_to_dict(record)) + "\n").encode()
+        return self.write_lines((RecordLine.of(record),))
+
+    def write_lines(self, lines: Sequence[RecordLine]) -> bool:
+        """Append lines with one ``write``, and return whether all were written; several only to a file of a report."""
         try:
-            if isinstance(record, OF_STEPS):
-                self._reserve(len(line))
-            self._append(line)
+            if any(line.is_of_step for line in lines):
+                self._reserve(sum(len(line.text) for line in lines))
+            self._append(b"".join(line.text for line in lines))
         except OSError as error:
+            if len(lines) > 1:  # some of them may fit
+                written = [self.write_lines((line,)) for line in lines]
+                return all(written)
             self._warn(error)
             return False
         return True
 
-    def _append(self, line: bytes) -> None:
-        if self._torn:
-            line = b"\n" + line
-        written = os.write(self._file, line)
-        self._size += written
-        self._torn = written < len(line)
+    def _append(self, text: bytes) -> None:
+        """Append whole lines; what a full disk has left of earlier ones is removed or, outside a report, ended."""
+        if self._torn and self._is_report:
+            os.ftruncate(self._file, self._size)
+        elif self._torn:
+            text = b"\n" + text
+        written = os.write(self._file, text)
+        self._torn = written < len(text)
+        if not (self._torn and self._is_report):
+            self._size += written
         if self._torn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -123,18 +171,17 @@ class FileRecorder:
         self._warned = True
         with contextlib.suppress(OSError):  # standard error may go to the same disk
             sys.stderr.write(
-                f"holdfast: cannot write records to {self._path}: {error.strerror}; training continues, "
-                "and the report will lack these records\n"
+                f"holdfast: cannot write records to {self._path}: {error.strerror}; training continues, and "
+                f"{'these records are written at its end' if self._is_report else 'the report will lack these records'}\n"
             )
             sys.stderr.flush()
 
 
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of one file; a line that is not a record, such as a truncated one, is skipped."""
-    with path.open("rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n") and (record := parse_record(line)) is not None:
-                yield record
+    for line in complete_lines(path):
+        if (record := parse_record(line)) is not None:
+            yield record
 
 
 def parse_record(line: bytes) -> Record | None:
@@ -148,29 +195,40 @@ def parse_record(line: bytes) -> Record | None:
 def load_events(directory: Path) -> list[Record]:
     """Return the records of the run in ``directory``, ordered by time; empty if it has no ``events.jsonl``.
 
+    An incomplete last line of a file is skipped.
+
     Raises:
-        ConfigError: if a line is not a record.
+        ConfigError: if another line is not a record.
     """
+    return sorted(read_event_files(directory, _events_in), key=lambda record: record.t_s)
+
+
+def read_event_files(directory: Path, read: Callable[[Path], Iterable[_T]]) -> list[_T]:
+    """Return what ``read`` yields for each file of records in a report directory, the oldest first."""
     while True:
         files = event_files(directory)
-        records = [record for path in files for record in _events_in(path)]
-        if event_files(directory) == files:  # else the newest was renamed meanwhile, and another one has its name
-            return sorted(records, key=lambda record: record.t_s)
+        with contextlib.suppress(FileNotFoundError):  # renamed or removed since
+            found = [item for path in files for item in read(path)]
+            if event_files(directory) == files:  # else the newest was renamed meanwhile, and another one has its name
+                return found
+
+
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without the last one if it is incomplete."""
+    with path.open("rb") as lines:
+        yield from (line for line in lines if line.endswith(b"\n"))
 
 
 def _events_in(path: Path) -> Iterator[Record]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield _checked(record_from_dict(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f"{path}, line {number}: not a record of this version of Holdfast ({error})"
-                ) from error
-            except RecursionError as error:
-                raise ConfigError(
-                    f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
-                ) from error
+    for number, line in enumerate(complete_lines(path), start=1):
+        try:
+            yield _checked(record_from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}, line {number}: not a record of this version of Holdfast ({error})") from error
+        except RecursionError as error:
+            raise ConfigError(
+                f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
+            ) from error
 
 
 def _checked(record: Record) -> Record:

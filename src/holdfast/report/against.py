@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.records.paths import event_files, events_path
+from holdfast.records.files import complete_lines, read_event_files
+from holdfast.records.paths import events_path
 from holdfast.report.files import check_keys
 from holdfast.report.iteration_cost import iteration_cost, levels
 
@@ -32,8 +33,8 @@ def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], 
     try:
         report = json.loads(_text_of(directory / "report.json"))
         check_keys(report, {"failures": list, **dict.fromkeys(_ALIKE, object)}, "report.json")
-        files = event_files(directory) or [events_path(directory)]
-        events = [json.loads(line) for path in files for line in _text_of(path).splitlines()]
+        lines = read_event_files(directory, complete_lines) or _text_of(events_path(directory)).splitlines()
+        events = [json.loads(line) for line in lines]
         found = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
         losses = [found[step] for step in sorted(found)]
     except (OSError, ConfigError, *_MALFORMED) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,10 +50,8 @@ def _write_events(records: Sequence[Record], out_dir: Path) -> None:
     """Write all records to one file, in the order of time."""
     lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]
     path = events_path(out_dir)
-    _write(path, "".join(lines))
-    for other in event_files(out_dir):
-        if other != path:
-            other.unlink()
+    full = [other for other in event_files(out_dir) if other != path]
+    _write(path, "".join(lines), instead_of=full)
 
 
 def save_report(report: Mapping[str, Any], out_dir: Path) -> None:
@@ -151,12 +150,23 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read: its brackets are nested too deep") from error
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically."""
+def _write(path: Path, text: str, instead_of: Sequence[Path] = ()) -> None:
+    """Write a file atomically. The files that it stands for, too, are removed first: no moment shows a record twice."""
     draft = path.with_name(f"{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text)
+        _write_draft(draft, text)
+        for other in instead_of:
+            other.unlink(missing_ok=True)
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write_draft(draft: Path, text: str) -> None:
+    try:
+        draft.write_text(text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
