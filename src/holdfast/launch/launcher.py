@@ -27,6 +27,7 @@ from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.nodes import JobStart, NodeGroup
+from holdfast.launch.own_memory import exempt_present_objects
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -181,6 +182,7 @@ class Launcher:
 
     def run(self) -> JobOutcome:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
+        exempt_present_objects()
         ranks = self._job.ranks
         if self._hosts is not None:
             self._show_wait("waiting for the hosts")

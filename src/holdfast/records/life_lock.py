@@ -33,6 +33,10 @@ _MUTEX_BYTES = 56
 _OWNER_DIED = 0x40000000
 """Set by the kernel in the word; see futex(2), under robust futexes."""
 _HOST = struct.Struct("<Q")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _ATTRIBUTES_BYTES = 64
 _IS_EXITING = 0x4
@@ -50,37 +54,50 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     if threading.get_native_id() != os.getpid():
         return
     place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory, at)))
-    library = ctypes.CDLL(None)
     attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
-    library.pthread_mutexattr_init(attributes)
-    library.pthread_mutexattr_setpshared(attributes, 1)
-    library.pthread_mutexattr_setrobust(attributes, 1)
-    if library.pthread_mutex_init(place, attributes) == 0:
-        library.pthread_mutex_lock(place)
+    _LIBC.pthread_mutexattr_init(attributes)
+    _LIBC.pthread_mutexattr_setpshared(attributes, 1)
+    _LIBC.pthread_mutexattr_setrobust(attributes, 1)
+    if _LIBC.pthread_mutex_init(place, attributes) == 0:
+        _LIBC.pthread_mutex_lock(place)
         _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())
         # Never unmapped, not even when the interpreter ends: the C library links the locks of a thread to each other.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+_ending: list[tuple[int, int, int]] = []
+"""Threads that hold the lock of an ended process, and end: kernel's number, address and bytes of their mapping."""
 
 
 def wait_for_end(path: Path, at: int) -> bool:
     """Block until the process that holds the lock at ``at`` in a file begins to end.
 
     The calling thread then holds the lock, without the mark, and must end soon: the kernel sets the mark again as it does.
+    What it has mapped is unmapped by a later call, once the kernel has done so.
 
     Returns:
         Whether a process of this host held the lock. If not, this returns at once.
     """
+    _unmap_ended()
     try:
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), at + LOCK_BYTES)
-    except (OSError, ValueError):  # there is no such file, or it is too short
+        with path.open("r+b", buffering=0) as file:
+            if not _is_of_this_host(file.fileno(), at):
+                return False
+            address = _map(file.fileno(), at + LOCK_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:  # there is no such file
         return False
-    if _this_host() == 0 or _HOST.unpack_from(memory, at + _MUTEX_BYTES)[0] != _this_host():
-        return False
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # the C library links the lock to this thread
-    place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory, at)))
-    code: int = ctypes.CDLL(None).pthread_mutex_lock(place)
+    code: int = _LIBC.pthread_mutex_lock(ctypes.c_void_p(address + at))
+    _ending.append((threading.get_native_id(), address, at + LOCK_BYTES))
     return code == errno.EOWNERDEAD
+
+
+def _unmap_ended() -> None:
+    """Unmap the locks of threads that have ended: a job that loses many workers would keep a mapping of each."""
+    spent = [each for each in _ending if not os.path.exists(f"/proc/self/task/{each[0]}")]
+    for thread, address, size_bytes in spent:
+        with contextlib.suppress(ValueError):  # another thread unmaps it
+            _ending.remove((thread, address, size_bytes))
+            _LIBC.munmap(address, size_bytes)
 
 
 @functools.cache
@@ -135,19 +152,21 @@ class PeerLocks:
         """Return the address of a file, mapped for as long as this process lives; 0 if it has no lock of this host."""
         try:
             with self._path_of(rank).open("rb", buffering=0) as file:
-                host = os.pread(file.fileno(), _HOST.size, self._at + _MUTEX_BYTES)
-                is_here = _this_host() != 0 and host == _HOST.pack(_this_host())
-                return _map_for_life(file.fileno(), self._at + LOCK_BYTES) if is_here else 0
+                is_here = _is_of_this_host(file.fileno(), self._at)
+                return _map(file.fileno(), self._at + LOCK_BYTES, mmap.PROT_READ) if is_here else 0
         except OSError:  # it has none
             return 0
 
 
-def _map_for_life(fd: int, size_bytes: int) -> int:
-    """Map a file for reading and return the address; Python's ``mmap`` would keep a file descriptor for each."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    address: int | None = library.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+def _is_of_this_host(fd: int, at: int) -> bool:
+    """Return whether a process of this host has taken the lock at ``at`` in a file, which may be too short for one."""
+    host = os.pread(fd, _HOST.size, at + _MUTEX_BYTES)
+    return _this_host() != 0 and host == _HOST.pack(_this_host())
+
+
+def _map(fd: int, size_bytes: int, access: int) -> int:
+    """Map a file and return the address; Python's ``mmap`` would keep a file descriptor for each."""
+    address: int | None = _LIBC.mmap(None, size_bytes, access, mmap.MAP_SHARED, fd, 0)
     if address is None or address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), "cannot map a life lock")
     return address
