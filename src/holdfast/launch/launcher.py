@@ -27,7 +27,7 @@ from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.nodes import JobStart, NodeGroup
-from holdfast.launch.own_memory import exempt_present_objects
+from holdfast.launch.own_memory import exempt_present_objects, share_one_heap
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -65,6 +65,7 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     check_node_faults(job)
     check_sinks(job)
     check_gpus(job.gpus, elsewhere=bool(job.hosts))
+    share_one_heap()
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
 
