@@ -3,6 +3,7 @@
 import pytest
 
 from holdfast.records.types import (
+    CheckpointSaved,
     FailureSeen,
     FaultFired,
     Finished,
@@ -14,8 +15,8 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report import build_report, summary_lines
-from holdfast.report.goodput import goodput_of
+from holdfast.report import build_report, goodput, summary_lines
+from holdfast.report.goodput import TimeAccount, goodput_of
 
 
 def started(t_s, step=0, rank=0, **settings):
@@ -97,6 +98,24 @@ def test_a_slow_worker_costs_the_time_by_which_it_is_slower_unless_its_slices_ar
     for policy, waited in (("warn", {"straggler_wait": 1.0}), ("rebalance", {})):
         slow = StragglerSeen(t_s=1.0, rank=1, step=0, score=2.0, policy=policy)
         assert uses([started(0.0), steps[0], slow, steps[1]], 3.0) == {"useful": 3.0 - sum(waited.values())} | waited
+
+
+def test_of_old_steps_those_that_a_restart_may_go_back_to_are_kept(monkeypatch):
+    records = [started(0.0)]
+    for step in range(200):
+        if step % 50 == 0:
+            records.append(CheckpointSaved(t_s=float(step), rank=0, step=step, path="", size_bytes=1, seconds=0.0))
+        records.append(committed(step + 1.0, step))
+    records.append(JobRestarted(t_s=200.0, rank=-1, step=199, restart=1, workers=(0, 1), reason=""))
+    records += [started(202.0, step=50), *(committed(203.0 + step, 50 + step) for step in range(10))]
+    whole = uses(records, 212.0)
+    monkeypatch.setattr(goodput, "_KEPT_STEPS", 8)
+    account = TimeAccount()
+    for record in records[:-12]:
+        account.take(record)
+
+    assert len(account._steps) < 24
+    assert uses(records, 212.0) == whole == {"useful": 60.0, "step_redone": 150.0, "restart": 2.0}
 
 
 def test_newcomers_hold_training():

@@ -12,7 +12,7 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job
 from holdfast.launch.sinks import check_sinks, host_and_port
-from holdfast.monitor.metrics import METRICS, RunMetrics
+from holdfast.monitor.metrics import BUCKETS_S, METRICS, Observations, RunMetrics
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import (
     CheckpointSaved,
@@ -132,14 +132,14 @@ def test_at_the_end_the_numbers_are_those_of_the_report(seed):
         3,
         0,
     )
-    assert sorted(values["holdfast_outage_seconds"]) == pytest.approx(
-        sorted({f["recovery"]: f["recover_s"] for f in report["failures"]}.values())
-    )
+    outages_s = {f["recovery"]: f["recover_s"] for f in report["failures"]}.values()
+    observed = values["holdfast_outage_seconds"]
+    assert (len(observed), observed.sum) == (len(outages_s), pytest.approx(sum(outages_s)))
     assert values["holdfast_badput_seconds_total"] == pytest.approx(report["goodput"]["badput_s"], abs=1e-5)
     assert values["holdfast_goodput_ratio"] == pytest.approx(report["goodput"]["ratio"], abs=1e-5)
     assert values["holdfast_run_seconds"] == report["wall_s"]
     for part, seconds in values["holdfast_recovery_seconds"].items():
-        assert sum(seconds) == pytest.approx(report["goodput"]["badput_s"][part], abs=1e-5)
+        assert seconds.sum == pytest.approx(report["goodput"]["badput_s"][part], abs=1e-5)
     assert set(values) == {metric.name for metric in METRICS}
 
 
@@ -161,12 +161,28 @@ def test_while_the_run_lasts_no_counter_decreases_and_workers_come_and_go():
 
 def test_of_many_steps_few_records_are_kept():
     metrics = RunMetrics(range(1), epoch_s=0.0)
-    for record in [*begun(0.0, [0]), *steps(0, 9_999, 0.0)]:
+    saved = [
+        CheckpointSaved(t_s=float(t_s), rank=0, step=10 * t_s, path="", size_bytes=1, seconds=0.5)
+        for t_s in range(1000)
+    ]
+    for record in [*begun(0.0, [0]), *steps(0, 9_999, 0.0), *saved]:
         metrics.take(record)
     metrics.close(2_000.0)
 
-    assert metrics.values(0.0)["holdfast_steps_total"] == 10_000
+    values = metrics.values(0.0)
+    assert values["holdfast_steps_total"] == 10_000
+    held_s = values["holdfast_checkpoint_held_seconds"]
+    assert (len(held_s), held_s.sum) == (1000, pytest.approx(500.0))
     assert len(metrics._events.kept) < 10
+
+
+def test_observations_are_counted_by_bucket():
+    observed = Observations([0.0005, 0.001, 0.0011, 1000.0, 2000.0])
+
+    assert (len(observed), observed.sum) == (5, pytest.approx(3000.0026))
+    assert observed.buckets() == [
+        ("0.001", 2), *((str(bound), 3) for bound in BUCKETS_S[1:-1]), ("1000.0", 4), ("+Inf", 5)
+    ]  # fmt: skip
 
 
 def test_of_what_many_survivors_say_few_records_are_kept():
@@ -186,7 +202,8 @@ def test_of_what_many_survivors_say_few_records_are_kept():
 
     assert len(metrics._events.kept) < 500 + 30
     assert values["holdfast_failures_total"] == {"kill": 1}
-    assert values["holdfast_outage_seconds"] == pytest.approx([report["failures"][0]["recover_s"]])
+    observed = values["holdfast_outage_seconds"]
+    assert (len(observed), observed.sum) == (1, pytest.approx(report["failures"][0]["recover_s"]))
     assert values["holdfast_steps_redone_total"] == report["steps_redone"] == 1
     assert values["holdfast_badput_seconds_total"] == pytest.approx(report["goodput"]["badput_s"], abs=1e-5)
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from holdfast.config import RESPAWNS, Settings
 from holdfast.debug.stacks import stack_path
@@ -22,6 +21,7 @@ from holdfast.launch.gpus import for_workers
 from holdfast.launch.job import Job
 from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.mpi_hosts import MpiHosts
+from holdfast.launch.own_memory import release_memory
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
@@ -108,16 +108,26 @@ class JobAttempt:
         """Start a single worker, if the fabric starts each; a worker that is started later is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
+        self._forget_ended()
         env = self._env | {"HOLDFAST_RANK": str(rank)} | self._slots.variables(rank, self.is_ended)
         self._watchers[rank] = start(self._command, env, self._log, self._locks)
         self._started.append(self._watchers[rank])
 
+    def _forget_ended(self) -> None:
+        """Drop what was started for workers that are known to have ended without it; their number grows with a long run."""
+        for rank, started in list(self._watchers.items()):
+            if started.poll() is not None and self._has_ended_pair(rank):
+                del self._watchers[rank]
+                self._started.remove(started)
+
+    def _has_ended_pair(self, rank: int) -> bool:
+        pair = self._pair_here(rank)
+        return pair is not None and not (pair.worker.is_alive() and pair.watcher.is_alive())
+
     def is_ended(self, rank: int) -> bool:
         """Return whether a worker on this machine has ended, or its watcher, with which the worker ends."""
-        started, pair = self._watchers.get(rank), self._pair_here(rank)
-        if started is not None and started.poll() is not None:
-            return True
-        return pair is not None and not (pair.worker.is_alive() and pair.watcher.is_alive())
+        started = self._watchers.get(rank)
+        return (started is not None and started.poll() is not None) or self._has_ended_pair(rank)
 
     def is_watched(self, rank: int) -> bool:
         """Return whether the watcher of a worker exists."""
@@ -290,7 +300,7 @@ class AttemptFiles:
         self._run_dir = paths.run_dir
         self._log_dir = paths.log_dir
         self._far = paths.is_shared
-        self._warned: set[Path] = set()
+        self._warned: set[str] = set()
         self._open: dict[int, _WorkerFiles] = {}
         self._closed: dict[int, _WorkerFiles] = {}
 
@@ -352,12 +362,14 @@ class AttemptFiles:
 
     def _close_ended(self) -> None:
         """Close the files of workers that ended a while ago: a long run would have too many of them open."""
-        for rank, files in list(self._open.items()):
-            if files.reads_left == 0:
-                files.close()
-                self._closed[rank] = self._open.pop(rank)
-            elif files.reads_left > 0:
-                files.reads_left -= 1
+        over = [rank for rank, files in self._open.items() if files.reads_left == 0]
+        for files in self._open.values():
+            files.reads_left -= files.reads_left > 0
+        for rank in over:
+            self._closed[rank] = self._open.pop(rank)
+            self._closed[rank].close()
+        if over:
+            release_memory()
 
     def warnings(self) -> list[str]:
         """Return one warning for each file that contains lines that are not records; each file is named once."""

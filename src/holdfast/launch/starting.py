@@ -114,6 +114,9 @@ class StartupMonitor:
         self._leave_out_standstill(now_s)
         for rank, sign in signs.items():
             self._note(rank, sign, now_s)
+        if has_begun:  # else those that have ended count for what the start took
+            for ended in self._seen.keys() - signs.keys():
+                del self._seen[ended]
         waited_s = 0.0 if has_begun else self._waited_s(signs, now_s, elsewhere=elsewhere)
         unconnected = [rank for rank, sign in signs.items() if not sign.phase or sign.phase in UNCONNECTED]
         late = [rank for rank, sign in signs.items() if sign.is_missing and rank not in self._given_up]

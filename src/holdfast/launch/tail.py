@@ -8,7 +8,8 @@ from pathlib import Path
 from holdfast.records.files import parse_record
 from holdfast.records.types import Record
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+"""Read at once: a buffer of this size is allocated for each read, also of nothing."""
 
 
 class LineTail:
@@ -17,8 +18,10 @@ class LineTail:
     A ``far`` file is written on other machines and reopened each time: only then all data is certain to be visible.
     """
 
+    __slots__ = ("_far", "_file", "_read_bytes", "_rest", "path")  # three are kept for each worker that has ended
+
     def __init__(self, path: Path, *, far: bool = False) -> None:
-        self._path = path
+        self.path = str(path)
         self._far = far
         self._read_bytes = 0
         self._file: int | None = None
@@ -28,7 +31,7 @@ class LineTail:
         """Return the new lines, without line ends."""
         if self._file is None:
             try:
-                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return []
             os.lseek(self._file, self._read_bytes, os.SEEK_SET)
@@ -56,11 +59,17 @@ class LineTail:
 class RecordTail:
     """Returns the records that were added to ``path`` since the last call; see :class:`LineTail`."""
 
+    __slots__ = ("_lines", "skipped")
+
     def __init__(self, path: Path, *, far: bool = False) -> None:
-        self.path = path
         self.skipped = 0
         """Lines so far that are not records: truncated by a full disk, or written by another program."""
         self._lines = LineTail(path, far=far)
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self._lines.path
 
     def read(self) -> list[Record]:
         """Return the new records."""

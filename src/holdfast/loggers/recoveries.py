@@ -53,7 +53,6 @@ class RecoveryTrace:
         self._unsettled = TimeOrder()
         self._account = TimeAccount()
         self._attributes: dict[str, str | int | float | tuple[int, ...]] = {}
-        self._found = 0
         self._interrupted: RecoverySpan | None = None  # until the launcher had decided to restart the job
 
     def take(self, record: Record) -> None:
@@ -79,14 +78,10 @@ class RecoveryTrace:
         return spans if self._interrupted is None else [*spans, self._interrupted]
 
     def _new_spans(self) -> list[RecoverySpan]:
-        ends_s = self._account.recovered_s[self._found :]
-        spans = [
-            _span(parts, end_s, self._attributes)
-            for parts, end_s in zip(self._account.recoveries[self._found :], ends_s, strict=True)
-        ]
+        spans = [_span(parts, end_s, self._attributes) for end_s, parts in self._account.new_recoveries()]
         if not spans:
             return spans
-        self._found, self._attributes = len(self._account.recovered_s), {}
+        self._attributes = {}
         if self._interrupted is not None:
             spans[0], self._interrupted = _joined(self._interrupted, spans[0]), None
         return spans

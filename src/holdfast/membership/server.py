@@ -247,6 +247,9 @@ class LineServer(ABC):
             outgoing.write(dump({"refused": str(refused)}))
         except (OSError, TimeoutError) as error:  # the client is gone, or never proved that it knows the token
             logger.debug("hub: %s is gone: %r", peer, error)
+            # The reader keeps the error, the error its frames, and they the reader, until the next full collection: in
+            # a process that makes few objects there is none for hours.
+            error.__traceback__ = None
         except Exception as error:  # the hub must survive whatever a client sends
             self._seldom.write(f"{peer} sent an invalid message and was disconnected: {str(error)[:200]!r}")
             if outgoing.keys is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
-from holdfast.monitor.metrics import BUCKETS_S, METRICS, Metric, RunMetrics, Value
+from holdfast.monitor.metrics import METRICS, Metric, RunMetrics, Value
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Record
 
@@ -112,13 +112,7 @@ def _family(metric: Metric, value: Value) -> Any:
         labels = [label] if metric.label else []
         if metric.kind == "histogram":
             observed: Any = each
-            family.add_metric(labels, _buckets(observed), sum(observed))
+            family.add_metric(labels, observed.buckets(), observed.sum)
         else:
             family.add_metric(labels, each)
     return family
-
-
-def _buckets(observed: Sequence[float]) -> list[tuple[str, int]]:
-    """Return how many observations each bucket and all smaller ones have."""
-    bounds = [(str(bound), sum(value <= bound for value in observed)) for bound in BUCKETS_S]
-    return [*bounds, ("+Inf", len(observed))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.records.time_order import SETTLED_S, TimeOrder
@@ -90,8 +92,34 @@ METRICS = (
 )
 """All metrics. A gauge of something that has not happened yet is absent."""
 
-Value = float | Mapping[str, float] | Sequence[float] | Mapping[str, Sequence[float]]
-"""Of a counter or a gauge a number, of a histogram all observations; by the value of the label if there is one."""
+
+class Observations:
+    """The observations of a histogram, counted by bucket: many take no more memory than few."""
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self._counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum = 0.0
+        """Sum of all observations."""
+        for value in values:
+            self.add(value)
+
+    def __len__(self) -> int:
+        """Return the number of observations."""
+        return sum(self._counts)
+
+    def add(self, value: float) -> None:
+        """Count an observation."""
+        self._counts[bisect.bisect_left(BUCKETS_S, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """Return how many observations each bucket and all smaller ones have."""
+        bounds = [*map(str, BUCKETS_S), "+Inf"]
+        return list(zip(bounds, itertools.accumulate(self._counts), strict=True))
+
+
+Value = float | Mapping[str, float] | Observations | Mapping[str, Observations]
+"""Of a counter or a gauge a number, of a histogram its observations; by the value of the label if there is one."""
 
 
 class RunMetrics:
@@ -114,7 +142,8 @@ class RunMetrics:
         self._saved: CheckpointSaved | None = None
         self._steps = self._samples = self._redone = 0
         self._samples_lost: set[tuple[int, int]] = set()
-        self._held_s: list[float] = []
+        self._held_s = Observations()
+        self._recovery_s = {part: Observations() for part in RECOVERY_PARTS}
         self._counted: dict[tuple[str, str], float] = {}
         self._end_s: float | None = None
 
@@ -135,13 +164,11 @@ class RunMetrics:
             until_s = max(0.0, now_s - SETTLED_S)
             self._settle(until_s)
         spent = self._account.now(until_s)
-        recoveries = self._account.recoveries
+        self._note_recoveries()
         values: dict[str, Value] = {
             "holdfast_running": 0.0 if self._end_s is not None else 1.0,
             "holdfast_run_seconds": spent.wall_s,
-            "holdfast_recovery_seconds": {
-                part: [each[part] for each in recoveries if each[part] > 0] for part in RECOVERY_PARTS
-            },
+            "holdfast_recovery_seconds": self._recovery_s,
             "holdfast_workers_alive": len(self._alive),
             **self._of_steps(),
             **self._of_checkpoints(),
@@ -173,6 +200,12 @@ class RunMetrics:
             if self._events.add(record):
                 self._history = None
 
+    def _note_recoveries(self) -> None:
+        for _, parts in self._account.new_recoveries():
+            for part, seconds in parts.items():
+                if seconds > 0:
+                    self._recovery_s[part].add(seconds)
+
     def _apply(self, record: Record) -> None:
         match record:
             case RunStarted():
@@ -187,7 +220,7 @@ class RunMetrics:
                 self._samples_lost |= {(record.epoch, number) for number in record.ids}
             case CheckpointSaved():
                 self._saved = record
-                self._held_s.append(record.seconds)
+                self._held_s.add(record.seconds)
             case Recovered():
                 self._alive = set(record.survivors)
             case WorkerEnded():
@@ -232,9 +265,13 @@ class RunMetrics:
             "holdfast_leaves_total": len(history.of(Left)),
             "holdfast_stragglers_total": len(history.of(StragglerSeen)),
             "holdfast_corruptions_total": Counter(found.what for found in history.of(CorruptionFound)),
-            "holdfast_outage_seconds": list(outages.values()),
+            "holdfast_outage_seconds": Observations(outages.values()),
             "holdfast_workers_wanted": history.workers_wanted(now_s),
         }
+
+
+_NO_HISTORY = (StateHashed, ImageLogged, HistogramLogged, CheckpointSaved)
+"""Records of undisturbed training that a history does not need: a long run has many."""
 
 
 class _Events:
@@ -252,7 +289,7 @@ class _Events:
 
     def add(self, record: Record) -> bool:
         """Add a record; return whether anything but the last undisturbed step changes."""
-        if isinstance(record, StateHashed | ImageLogged | HistogramLogged):
+        if isinstance(record, _NO_HISTORY):
             return False
         if not isinstance(record, StepCommitted):
             return self._add_event(record)

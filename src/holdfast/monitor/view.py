@@ -105,7 +105,6 @@ class LiveState:
         self._account = TimeAccount()
         self._unsettled = TimeOrder()
         self._newest_s = 0.0
-        self._explained = 0
         self._start: RunStarted | None = None
         self._checkpoints = Checkpoints(self._stamp)
         self._findings: deque[dict[str, Any]] = deque(maxlen=MOST_FINDINGS)
@@ -213,12 +212,8 @@ class LiveState:
 
     def _explain(self) -> None:
         """Give the recoveries whose time is accounted for their parts."""
-        account = self._account
-        for parts, ended_s in zip(
-            account.recoveries[self._explained :], account.recovered_s[self._explained :], strict=True
-        ):
+        for ended_s, parts in self._account.new_recoveries():
             self._recoveries.explain(ended_s, parts)
-        self._explained = len(account.recoveries)
 
     def _apply(self, record: Record) -> None:
         self._members.take(record)

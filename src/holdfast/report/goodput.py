@@ -51,6 +51,9 @@ _DEATHS = ("kill", "segfault", "oom", "nodeloss", "gpu-error", "gpu-oom")
 """Kinds of injected faults that end a worker."""
 _STRAGGLES_S = 30.0
 """A worker that was reported as slow is taken for slow during this time; it is reported again if it stays slow."""
+_KEPT_STEPS = 1024
+"""So many newest steps are known one by one. Of older ones, only those after which a checkpoint was saved: a restart goes
+back to no other."""
 _PACE = 25
 """The usual duration of a step is the median of so many last ones."""
 
@@ -116,6 +119,8 @@ class TimeAccount:
         self._useful_s = 0.0
         self._badput_s = dict.fromkeys(CAUSES, 0.0)
         self._steps: list[tuple[int, float]] = []  # committed steps, each with the useful time until its commit
+        self._saved: set[int] = set()  # steps before which a checkpoint was saved
+        self._thin_at = 2 * _KEPT_STEPS  # committed steps at which old ones are left out
         self._durations_s: deque[float] = deque(maxlen=_PACE)
         self._held_s = 0.0  # checkpoints held training for so long, not yet attributed
         self._deaths: list[tuple[float, str]] = []  # when, and in which phase of the step, if that is known
@@ -124,10 +129,7 @@ class TimeAccount:
         self._outage: _Outage | None = None
         self._generation = -1
         self._is_blind = False
-        self.recoveries: list[dict[str, float]] = []
-        """For each failure or change of the membership, its seconds by cause, of :data:`RECOVERY_PARTS`."""
-        self.recovered_s: list[float] = []
-        """When each of them was over, in seconds since the launcher started."""
+        self._recoveries: list[tuple[float, dict[str, float]]] = []
 
     def take(self, record: Record) -> None:
         """Take a record; it must not be older than the last one by more than their clocks differ."""
@@ -138,6 +140,7 @@ class TimeAccount:
                 self._commit(record)
             case CheckpointSaved():
                 self._held_s += max(0.0, record.seconds)
+                self._saved.add(record.step)
             case FaultFired() if record.kind in _DEATHS:
                 self._deaths.append((record.t_s, record.phase))
             case WorkerEnded() if record.exit_code:
@@ -156,6 +159,15 @@ class TimeAccount:
                 self._restart(record)
             case Finished() if self._state == "training":
                 self._finish(record.t_s)
+
+    def new_recoveries(self) -> list[tuple[float, dict[str, float]]]:
+        """Return the failures and changes of the membership that were over since the last call.
+
+        Each as the time when it was over, in seconds since the launcher started, and its seconds by cause, of
+        :data:`RECOVERY_PARTS`.
+        """
+        new, self._recoveries = self._recoveries, []
+        return new
 
     @property
     def is_unknown(self) -> bool:
@@ -218,7 +230,15 @@ class TimeAccount:
         elif self._state == "idle":
             self._useful_s += self._elapse(record.t_s)
         self._steps.append((record.step, self._useful_s))
+        if len(self._steps) >= self._thin_at:
+            self._thin()
         self._deaths.clear()
+
+    def _thin(self) -> None:
+        """Leave out old steps that no restart goes back to."""
+        old, new = self._steps[:-_KEPT_STEPS], self._steps[-_KEPT_STEPS:]
+        self._steps = [(step, useful_s) for step, useful_s in old if step + 1 in self._saved] + new
+        self._thin_at = len(self._steps) + _KEPT_STEPS
 
     def _work(self, seconds: float, at_s: float) -> None:
         """Count the time of a committed step, less that for checkpoints and for a slow worker."""
@@ -317,8 +337,8 @@ class TimeAccount:
         """Count the parts of a recovery; the discarded work is counted already."""
         for name, seconds in parts.items():
             self._badput_s[name] += seconds
-        self.recoveries.append(dict.fromkeys(RECOVERY_PARTS, 0.0) | parts | {"step_redone": redone_s})
-        self.recovered_s.append(self._until_s)
+        whole = dict.fromkeys(RECOVERY_PARTS, 0.0) | parts | {"step_redone": redone_s}
+        self._recoveries.append((self._until_s, whole))
 
     def _count(self, work_s: float, *, counts: bool) -> float:
         """Count work on the step in progress; return how much of it was discarded."""
