@@ -476,6 +476,7 @@ def test_membership_goes_on_when_members_of_etcd_are_killed_or_hang_and_ends_wit
             return opened[-1]
 
         watcher, writer = open_one(), open_one()
+        opened.append(EtcdStore(where, "", "job", lease_s=4.0))
         ended = []
         act_all(open_one, 4, meanwhile=lambda: ended.append(cluster.kill(0)))
         assert ended == [-9]

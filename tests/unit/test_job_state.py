@@ -603,6 +603,51 @@ def test_an_exception_before_all_are_connected_is_a_bug_of_the_script(beginning)
     assert isinstance(beginning.verdict(1.0, running=True), JobBroken)
 
 
+@pytest.mark.parametrize("ends", [(2,), (0, 1, 2)])
+def test_a_worker_that_open_mpi_ends_while_it_connects_loses_the_start_and_is_no_failure_of_the_script(ends):
+    judge = JobState("train.py", all_connect=True)
+    judge.begin((0, 1, 2))
+    for rank in ends:
+        judge.apply(ended(rank, 14, step=-1), at("connect", step=-1))
+
+    assert judge.verdict(1.0, running=True) == JobLost(
+        f"rank {ends[0]} could not be connected to the others: the fabric ended it with exit code 14"
+    )
+    assert judge.could_not_connect
+    assert judge.ranks_left() == (0, 1, 2)
+
+
+@pytest.mark.parametrize("phase", ["launch", "start", "forward"])
+def test_an_exit_code_elsewhere_is_the_scripts(phase):
+    judge = JobState("train.py", all_connect=True)
+    judge.begin((0, 1))
+    judge.apply(ended(1, 14), at(phase))
+
+    assert judge.verdict(1.0, running=True) == JobBroken(
+        "rank 1, step 4: train.py ended with exit code 14", rank=1, step=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("phases", "connected", "could_not"),
+    [
+        ((), (), True),
+        (("connect", "connect"), (), True),
+        (("connect", "launch"), (), False),
+        (("connect", "start"), (1,), False),
+    ],
+)
+def test_a_start_in_which_no_worker_was_connected_and_none_prepares_is_not_held_against_the_script(
+    phases, connected, could_not
+):
+    judge = JobState("train.py", all_connect=True)
+    judge.begin((0, 1))
+    judge.observe({rank: at(phase, step=-1) for rank, phase in enumerate(phases)}, 1.0)
+    judge.connect(connected)
+
+    assert judge.could_not_connect is could_not
+
+
 def test_a_start_that_is_given_up_is_lost_and_may_be_made_again_with_all_workers(beginning):
     beginning.give_up("rank 2 has not started for 120.0 s")
 

@@ -19,7 +19,7 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
 from holdfast.launch.attempt import _environment
-from holdfast.launch.exit_status import explain
+from holdfast.launch.exit_status import explain, why_not_again
 from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
@@ -531,3 +531,26 @@ def test_a_node_that_left_ends_with_the_code_of_its_scheduler(code):
 
     assert (ended, traceback) == (code, "")
     assert message == "the workers of node 1 have left as requested; the job continues"
+
+
+@pytest.mark.parametrize(("could_not_connect", "code"), [(False, 93), (True, 1)])
+def test_restarts_in_which_the_workers_could_not_connect_are_worth_another_try(could_not_connect, code):
+    job = Job(script=Path("train.py"), settings=Settings(workers=2))
+
+    broken = why_not_again(
+        job,
+        JobLost("lost"),
+        3,
+        2,
+        in_vain=3,
+        stopping=False,
+        distributed=False,
+        could_not_connect=could_not_connect,
+    )
+
+    assert broken is not None
+    assert explain(job, broken, JobState("train.py")) == (
+        code,
+        "no new step was committed since 3 restarts (--max-no-progress 3): lost",
+        "",
+    )

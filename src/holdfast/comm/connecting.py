@@ -20,6 +20,7 @@ def connect(
     store: str = "",
     token: str = "",
     end_notes: EndNotes | None = None,
+    run_dir: str = "",
 ) -> Communicator:
     """Return the communicator of this process.
 
@@ -32,13 +33,14 @@ def connect(
         store: URL of the membership store; required by ``gloo``.
         token: Access token of the store.
         end_notes: Says whether and where a worker ends; see :class:`~holdfast.comm.fabrics.base.Endpoint`.
+        run_dir: Folder of the run, which all hosts share; "" if there is none.
 
     Raises:
         ConfigError: if the fabric cannot work here; or if none was given, and another launcher started this process as
             one of several. Each would train alone, and all would save to the same place.
     """
     name = chosen(fabric)
-    endpoint = _endpoint(workers, ranks, rank, store, token, end_notes)
+    endpoint = _endpoint(workers, ranks, rank, store, token, end_notes, run_dir)
     if not fabric and name == "virtual" and (said := others_started(os.environ)):
         raise ConfigError(said)
     return make_fabric(name).connect(endpoint)
@@ -53,6 +55,7 @@ def connect_messages(
     store: str = "",
     token: str = "",
     end_notes: EndNotes | None = None,
+    run_dir: str = "",
 ) -> MessageCommunicator:
     """Return the communicator of this process for the ``torch.distributed`` backend.
 
@@ -61,11 +64,17 @@ def connect_messages(
     Raises:
         ConfigError: if the fabric cannot work here, or has no such communicator.
     """
-    return make_fabric(fabric or DEFAULT).connect_messages(_endpoint(workers, ranks, rank, store, token, end_notes))
+    return make_fabric(fabric or DEFAULT).connect_messages(
+        _endpoint(workers, ranks, rank, store, token, end_notes, run_dir)
+    )
 
 
-def _endpoint(workers: int, ranks: str, rank: int, store: str, token: str, end_notes: EndNotes | None) -> Endpoint:
+def _endpoint(
+    workers: int, ranks: str, rank: int, store: str, token: str, end_notes: EndNotes | None, run_dir: str
+) -> Endpoint:
     numbers = [int(number) for number in ranks.split(",")] if ranks else None
     if numbers is not None and numbers != sorted(set(numbers)):
         raise ConfigError(f"ranks must be ascending, each once, got {ranks}")
-    return Endpoint(workers=workers, ranks=numbers, rank=rank, store=store, token=token, end_notes=end_notes)
+    return Endpoint(
+        workers=workers, ranks=numbers, rank=rank, store=store, token=token, end_notes=end_notes, run_dir=run_dir
+    )

@@ -36,6 +36,7 @@ from holdfast.recovery.messages import Note, Progress
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from holdfast.comm.claims import GenerationClaims
     from holdfast.comm.fabrics.base import EndNotes
 
 _SECOND_DEATH_WITHIN_S = 0.5
@@ -76,6 +77,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     Args:
         ranks: Their ranks, ascending; None: 0, 1, 2, ...
         end_notes: Says whether and where a process of this host ends, before MPI knows; see :class:`Endpoint`.
+        claims: Decides which group continues if hosts lose contact. None: all workers are on one host.
 
     Raises:
         ConfigError: if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
@@ -85,7 +87,12 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
     members: tuple[int, ...] = ()
     generation: int = 0
 
-    def __init__(self, ranks: Sequence[int] | None = None, end_notes: EndNotes | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] | None = None,
+        end_notes: EndNotes | None = None,
+        claims: GenerationClaims | None = None,
+    ) -> None:
         self._mpi = _load_mpi()
         self._mpi.COMM_WORLD.Set_errhandler(self._mpi.ERRORS_RETURN)
         try:
@@ -99,6 +106,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         self._world = self.members = world
         self._be(world[self._comm.rank])
         self._end_notes = end_notes
+        self._claims = claims
         others = [rank for rank in world if rank != self._me]
         self._peers = [] if end_notes is None else end_notes.on_this_host(others)  # MPI was not told of their end
         self._busy_cores = BusyCores()
@@ -243,6 +251,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             members = self._ranks_in(comm.group)
         except self._mpi.Exception as error:
             _give_up(f"worker {self._me}: Open MPI failed in MPI_Comm_shrink: {error}")
+        self._claim(self.generation + 1, members)
         self._abandoned.extend(self._posted)
         self._posted.clear()
         self._comm = comm
@@ -251,6 +260,21 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         self.generation += 1
         self._shrunk_s = time.monotonic()
         return True
+
+    def _claim(self, generation: int, members: Sequence[int]) -> None:
+        """Abort this process unless its group is the one that continues."""
+        if self._claims is None:
+            return
+        try:
+            why = (
+                ""
+                if self._claims.claim(generation, members)
+                else "other workers, out of its reach, continue without it"
+            )
+        except OSError as error:
+            why = f"the folder of the run does not say which group of workers continues: {error}"
+        if why:
+            _give_up(f"worker {self._me}: {why}")
 
     def failed(self) -> tuple[int, ...]:
         """Return the members whose failure MPI has reported to this process."""

@@ -128,8 +128,7 @@ class CommThread:
         its = Settings.from_env()
         if its.between_hosts != FABRIC:
             raise ConfigError(
-                f"between_hosts {its.between_hosts} is for sessions, and not for the torch.distributed backend:"
-                f" leave it at {FABRIC}"
+                f"between_hosts {its.between_hosts} is for sessions, and not for the torch.distributed backend: leave it at {FABRIC}"
             )
         if its.rounds:
             raise ConfigError(
@@ -144,6 +143,7 @@ class CommThread:
             store=its.store,
             token=its.token,
             end_notes=end_notes(its.run_dir),
+            run_dir=its.run_dir,
         )
         first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
         self.world = SeatedCommunicator(base, first[: len(first) - its.spares])

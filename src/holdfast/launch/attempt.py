@@ -182,6 +182,11 @@ class JobAttempt:
             return True
         return False
 
+    def disown(self, ranks: Iterable[int]) -> None:
+        """Have the watchers of workers on hosts out of reach end them: each looks for its file in the run directory."""
+        for rank in ranks:
+            pair_path(self._run_dir, rank).unlink(missing_ok=True)
+
     def crash(self) -> str:
         """Return which signal killed mpirun, or ""."""
         code = None if self._mpirun is None else self._mpirun.poll()

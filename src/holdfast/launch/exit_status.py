@@ -49,12 +49,21 @@ def _go_on(job: Job, step: int, checkpoint: str, workers: int) -> str:
 
 
 def why_not_again(
-    job: Job, lost: JobLost, restarts: int, workers: int, *, in_vain: int, stopping: bool, distributed: bool
+    job: Job,
+    lost: JobLost,
+    restarts: int,
+    workers: int,
+    *,
+    in_vain: int,
+    stopping: bool,
+    distributed: bool,
+    could_not_connect: bool = False,
 ) -> JobBroken | None:
     """Return the verdict if a lost job must not be restarted, None if it may be.
 
     ``restarts`` counts the restarts so far, ``in_vain`` those since a step was committed for the first time, ``workers``
-    the workers of the next start; ``distributed``: the script uses ``torch.distributed``.
+    the workers of the next start; ``distributed``: the script uses ``torch.distributed``; ``could_not_connect``: no worker
+    of the last start was connected to the others, which another try, or a working network, may change.
     """
     if stopping and distributed:
         return JobBroken(f"stopped on request: {lost.reason}")
@@ -62,7 +71,7 @@ def why_not_again(
         return JobBroken(f"stopped on request, but the workers died before they could save: {lost.reason}")
     if 0 < job.max_no_progress <= in_vain:
         message = f"no new step was committed since {in_vain} restarts (--max-no-progress {job.max_no_progress})"
-        return JobBroken(f"{message}: {lost.reason}", unexplained=True, is_final=True)
+        return JobBroken(f"{message}: {lost.reason}", unexplained=True, is_final=not could_not_connect)
     if restarts >= job.max_restarts:
         times = {1: "once", 2: "twice"}.get(restarts + 1, f"{restarts + 1} times")
         message = f"the job was lost {times}, and --max-restarts is {job.max_restarts}: {lost.reason}"

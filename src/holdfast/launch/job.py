@@ -50,7 +50,7 @@ class Job:
     max_no_progress: int = option(
         3,
         help="Give up after this many restarts without a new committed step; 0: never.",
-        manual="give up after this many restarts in a row without a new committed step, with the exit code of `--no-requeue-code`; 0: never",
+        manual="give up after this many restarts in a row without a new committed step, with the exit code of `--no-requeue-code`, or 1 if no worker could be connected; 0: never",
         group="Recovery",
         metavar="N",
         has_default=True,

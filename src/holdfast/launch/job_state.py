@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.faults.plan import ENDS
-from holdfast.records.beacon import BeaconPosition
+from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.types import (
     CheckpointSaved,
     DeviceLost,
@@ -29,6 +29,7 @@ POISON_DEATHS = 3
 VAIN_RECOVERIES = 3
 """Consecutive recoveries without a lost worker, newcomer or committed step after which they count as futile."""
 
+_PREPARING, _CONNECTING = UNCONNECTED
 _COMPUTING = ("forward", "backward")
 _WAITING = ("allreduce", "recovery", "gate")
 _NAMED_SAMPLES = 20
@@ -93,6 +94,7 @@ class _Start:
     quiet: dict[int, tuple[int, float]] = field(default_factory=dict)
     in_vain: dict[int, tuple[int, float]] = field(default_factory=dict)
     connected: set[int] = field(default_factory=set)
+    phases: dict[int, str] = field(default_factory=dict)
     given_up: str = ""
 
 
@@ -167,6 +169,12 @@ class JobState:
         return set(self.living()) - self._start.connected
 
     @property
+    def could_not_connect(self) -> bool:
+        """Whether no worker was connected in this start, and none was seen while the script prepares: it is not the cause."""
+        start = self._start
+        return not (start.connected or start.begun) and _PREPARING not in start.phases.values()
+
+    @property
     def has_begun(self) -> bool:
         """Whether a worker has begun to train in this start of the job."""
         return bool(self._start.begun)
@@ -224,6 +232,8 @@ class JobState:
                 start.failed.append(record)
             case WorkerEnded():
                 start.ended[record.rank] = record
+                if position is not None:
+                    start.phases[record.rank] = position.phase
                 start.quiet.clear()  # workers that waited for it can continue, and get the full timeout again
                 if record.exit_code < 0 and record.rank not in self.killed:
                     self._note_death(record, position)
@@ -288,13 +298,27 @@ class JobState:
             return JobLost(start.given_up)
         failed = {record.rank for record in start.failed}
         died = [end for rank, end in start.ended.items() if end.exit_code < 0 and rank not in failed]
-        if not (self._all_connect and died and self.unconnected()):
-            return None
-        return JobLost(f"rank {died[0].rank} was {cause_of_death(died[0].exit_code)} before all workers were connected")
+        refused = [rank for rank in start.ended if self._is_refused(rank)]
+        if self._all_connect and died and self.unconnected():
+            cause = cause_of_death(died[0].exit_code)
+            return JobLost(f"rank {died[0].rank} was {cause} before all workers were connected")
+        if refused:
+            code = start.ended[refused[0]].exit_code
+            return JobLost(
+                f"rank {refused[0]} could not be connected to the others: the fabric ended it with exit code {code}"
+            )
+        return None
+
+    def _is_refused(self, rank: int) -> bool:
+        """Return whether a worker was ended inside ``MPI_Init``, as Open MPI does without raising: not by its script."""
+        start = self._start
+        is_inside = self._all_connect and start.phases.get(rank) == _CONNECTING
+        return is_inside and start.ended[rank].exit_code > 0 and rank not in {f.rank for f in start.failed}
 
     def observe(self, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
         """Record the positions of the workers, to detect when they make no progress."""
         for rank, position in positions.items():
+            self._start.phases[rank] = position.phase
             waits = position.waits or position.phase in _WAITING  # pipeline stages wait in forward and backward, too
             beats = position.beats if waits else -position.beats
             known = self._start.quiet.get(rank)

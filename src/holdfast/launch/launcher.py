@@ -23,7 +23,7 @@ from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.loggers import find_leftovers, open_loggers
-from holdfast.launch.mpi_hosts import MpiHosts, check_hosts, shared_folder
+from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.nodes import JobStart, NodeGroup
@@ -386,7 +386,11 @@ class Launcher:
         if not lost:
             is_unbegun = not pairs and _NO_DAEMON in self._mpirun_output()
             return JobLost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict
-        self._state.lose(rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost)
+        out_of_reach = [rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost]
+        self._state.lose(out_of_reach)
+        attempt.disown(out_of_reach)
+        if out_of_reach:
+            time.sleep(FENCE_S)
         if hosts.left:
             self._job = dataclasses.replace(self._job, hosts=hosts.left)
         why = "; ".join(f"host {name} is lost: it {why}" for name, why in lost.items())
@@ -404,6 +408,7 @@ class Launcher:
             in_vain=0 if is_blind else self._state.restarts_in_vain,
             stopping=stopping,
             distributed=distributed,
+            could_not_connect=self._state.could_not_connect,
         )
         if refused is not None:
             return refused

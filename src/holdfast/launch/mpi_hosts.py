@@ -109,6 +109,9 @@ class RemoteProcess(Process):
         return True
 
 
+FENCE_S = 3.0
+"""How long a restart waits after a host was lost: its workers may live, and their watchers look once a second whether they
+still belong to the job, see :mod:`holdfast.launch.watcher`."""
 _MARK = "holdfast-node"
 _FIRST_CODE = 91
 _PROBES = 3

@@ -6,6 +6,8 @@ worker, but not of one that exits with another code, which they would wait for f
 It also kills the children of a worker that has ended, the worker when mpirun has ended, and all of them when the
 launcher has; in the last case, the worker is first asked to save and stop. If the watcher is stopped (SIGSTOP) at that
 moment, its worker resumes it, and so do the other watchers.
+
+With several machines it also kills the worker when the launcher has removed the file of the two from the run directory.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from holdfast.launch.processes import (
     end_gently,
     name_of,
     outlive_parent,
+    pair_path,
     this_node,
     value_of,
     wait_for_end,
@@ -161,14 +164,30 @@ def _wait(pid: int, above: Mapping[str, Process | None], settings: Settings, ran
 
 
 def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
-    """Return which processes have ended. Until then, sync the worker's files to other machines."""
+    """Return which processes have ended. Until then, sync the worker's files to other machines.
+
+    An empty set if the launcher, which may not reach this machine, has given the worker up.
+    """
     if LAUNCHER_NODE not in os.environ or not settings.run_dir:
         return wait_for_end(handles)
     run_dir = Path(settings.run_dir)
     while not (ended := wait_for_end(handles, _PUBLISH_S)):
+        if _is_disowned(run_dir, rank):
+            break
         for path in (beacon_path(run_dir, rank), records_path(run_dir, str(rank))):
             _publish(path)
     return ended
+
+
+def _is_disowned(run_dir: Path, rank: int) -> bool:
+    """Return whether the launcher has removed the file of this worker: the job goes on without it, or is over."""
+    try:
+        with pair_path(run_dir, rank).open("rb"):  # opened, because a network file system then asks its server
+            return False
+    except FileNotFoundError:
+        return True
+    except OSError:  # asked again in the next second
+        return False
 
 
 def _publish(path: Path) -> None:

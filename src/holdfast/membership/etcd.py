@@ -33,7 +33,16 @@ from holdfast.membership.gateway import (
     under,
     wake,
 )
-from holdfast.membership.store import LEASE_S, SilenceTimer, Store, beat_s, best_address, check_size, patience_s
+from holdfast.membership.store import (
+    LEASE_S,
+    SilenceTimer,
+    Store,
+    beat_s,
+    best_address,
+    check_size,
+    patience_s,
+    search_s,
+)
 
 _NAP_S = 0.1
 _PAGE = 256
@@ -44,7 +53,8 @@ _PROBES = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEP
 class EtcdStore(Store):
     """A connection to an etcd cluster.
 
-    The store is lost when no member answers for :func:`~holdfast.membership.store.patience_s` of a lease.
+    The store is lost when no member answers for :func:`~holdfast.membership.store.patience_s` of a lease, with several
+    members for :func:`~holdfast.membership.store.search_s`: to find that one is dead, and elect a leader, takes etcd seconds.
 
     Args:
         where: ``[USER@]HOST:PORT[,HOST:PORT...]``.
@@ -180,7 +190,8 @@ class EtcdStore(Store):
         return self._lease
 
     def _new_silence(self) -> SilenceTimer:
-        return SilenceTimer(patience_s(self._lease_s), gateway.CONNECT_S + self._cluster.answer_s)
+        limit_s = (search_s if len(self._cluster.members) > 1 else patience_s)(self._lease_s)
+        return SilenceTimer(limit_s, gateway.CONNECT_S + self._cluster.answer_s)
 
     def _lose(self, why: object) -> None:
         self._note_lost(f"the connection to etcd at {self._where} is lost: {why}")

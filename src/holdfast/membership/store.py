@@ -40,7 +40,7 @@ def patience_s(lease_s: float) -> float:
 
 
 def search_s(lease_s: float) -> float:
-    """Return the time without an answer after which a client of several hubs considers the store lost.
+    """Return the time without an answer after which a client of several hubs, or members of etcd, considers the store lost.
 
     A node that is cut off must have killed its workers before the others may restart the job: within
     ``launch.nodes.FENCE_LEASES`` leases after they have noticed, which takes them a lease.

@@ -71,6 +71,7 @@ def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Ca
         store=settings.store,
         token=settings.token,
         end_notes=end_notes(settings.run_dir),
+        run_dir=settings.run_dir,
     )
     job = _make_job(settings, comm)
     if joined is not None:

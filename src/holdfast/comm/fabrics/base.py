@@ -35,6 +35,8 @@ class Endpoint:
         token: Access token of the store.
         end_notes: Says whether and where workers of this host end. A fabric may use it to detect failures earlier. None:
             nothing is known.
+        run_dir: Folder of the run, which all hosts share; "" if there is none. A fabric may use it to make sure that of two
+            groups of workers that have lost contact one continues.
     """
 
     workers: int
@@ -43,6 +45,7 @@ class Endpoint:
     store: str = ""
     token: str = ""
     end_notes: EndNotes | None = None
+    run_dir: str = ""
 
 
 class Fabric(ABC):

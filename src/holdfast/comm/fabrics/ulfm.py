@@ -49,15 +49,15 @@ class UlfmFabric(Fabric):
 
     def connect(self, endpoint: Endpoint) -> Communicator:
         """Return the communicator of a process that mpirun started."""
-        from holdfast.comm.ulfm import UlfmCommunicator
-
-        return UlfmCommunicator(endpoint.ranks, endpoint.end_notes)
+        return self.connect_messages(endpoint)
 
     def connect_messages(self, endpoint: Endpoint) -> MessageCommunicator:
         """Return the communicator of a process that mpirun started."""
+        from holdfast.comm.claims import GenerationClaims
         from holdfast.comm.ulfm import UlfmCommunicator
 
-        return UlfmCommunicator(endpoint.ranks, endpoint.end_notes)
+        claims = GenerationClaims.under_mpirun(endpoint.run_dir, os.environ)
+        return UlfmCommunicator(endpoint.ranks, endpoint.end_notes, claims)
 
 
 def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:
