@@ -22,11 +22,9 @@ def test_a_killed_worker_is_survived_and_other_bits_would_be_found(tmp_path):
     assert verdict.kind == "right", verdict
     assert outcome.landed == [True]
     assert {event["rank"]: event["exit_code"] for event in outcome.first.of_kind("WorkerEnded")} == {0: 0, 1: -9}
-    jobs.undisturbed.cache_clear()
     (kept,) = (tmp_path / "kept").iterdir()
     kept.write_text("0" * 64)
     assert judge(outcome, tmp_path / "kept").kind == "wrong hash"
-    jobs.undisturbed.cache_clear()
 
 
 @pytest.mark.soak  # the line itself: tests/unit/test_system_errors.py

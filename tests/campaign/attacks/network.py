@@ -112,7 +112,7 @@ def _new_prefix() -> str:
 def _start_two_launchers(launch: Launch, network: Network) -> None:
     hosts = network.hosts
     options = ["--rdzv", f"holdfast://{hosts.address(1)}:{PORT}", *OPTIONS]
-    told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options}
+    told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options, "folder": str(launch.folder)}
     launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
 
 

@@ -58,6 +58,7 @@ class EtcdMembers(Kind):
         store, is_new = _STORES.make(launch, lambda: _start(launch))
         if is_new:
             told = {"prefixes": [[], []], "options": ["--rdzv", store.url("a-job"), *OPTIONS]}
+            told["folder"] = str(launch.folder)
             launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
 
     def strike(self, attack: Attack, running: Running) -> bool:
