@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from campaign.plan import Attack, Job
+from campaign.victims import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -28,6 +30,8 @@ IMPORTS_S = 25.0
 """The limit of a start where each worker imports torch itself."""
 LONGEST_TIMES = 30.0
 """The longest phase in which a stuck worker holds the others is saving, at so many times the hang timeout."""
+ENDS_S = 5.0
+"""How long processes of a job may take to end after its launcher, which waits for them itself."""
 LOOKS_S = 1.0
 CROWDED = 3.0
 """With more processes for each core that want to run, the machine is overloaded; the campaign itself causes two or three."""
@@ -61,6 +65,19 @@ def script_of(job: Job) -> list[str]:
     if job.model in SPLIT:
         return [str(SUPPORT / "train_split.py"), job.model, "--optimizer", job.optimizer, "--pause", pause]
     return [str(SUPPORT / "train_reference.py"), job.model, job.optimizer, "--pause", pause]
+
+
+def flipped_rank(job: Job) -> int | None:
+    """The rank in which the job's own fault is, None if it has none."""
+    found = re.search(r"rank=(\d+)", job.flip)
+    return int(found[1]) if found else None
+
+
+def with_workers(job: Job, workers: int) -> Job:
+    """The job with other workers; its own fault is in one of them."""
+    rank = flipped_rank(job)
+    flip = job.flip if rank is None else job.flip.replace(f"rank={rank}", f"rank={min(rank, workers - 1)}")
+    return replace(job, workers=workers, flip=flip)
 
 
 def is_exact(job: Job, attacks: tuple[Attack, ...]) -> bool:
@@ -139,10 +156,12 @@ def _undisturbed(case: Job, cache: Path) -> str:
 
 
 def _hash_of_a_run(case: Job) -> str:
-    with tempfile.TemporaryDirectory() as folder:
+    from campaign.runner import ended_afterwards  # which imports this module
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ended_afterwards(Path(folder)):
         words = [sys.executable, "-m", "holdfast", "run", *options_of(case, f"{folder}/saved")]
         words += ["--report", f"{folder}/report", *script_of(case)]
-        env = clean_env(TMPDIR=folder)
+        env = clean_env(TMPDIR=folder, **{MARK: folder})
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             msg = f"the undisturbed run ended with exit code {done.returncode}: {done.stderr[-2000:]}"

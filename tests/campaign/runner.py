@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +18,13 @@ from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import Found, Launch, Running
 from campaign.attacks.mechanisms import two_nodes
+from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.two_nodes import Second
 from campaign.plan import Attack, Job, Plan
 from campaign.victims import MARK, Processes
 from holdfast.checkpoint import steps, verify
 from holdfast.errors import HoldfastError
 
-ENDS_S = 5.0
-"""How long processes of a job may take to end after its launcher, which waits for them itself."""
 FOLDERS_OF_TORCH = "torchinductor_"
 
 
@@ -187,7 +185,7 @@ def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[th
         striker.join()
     second = two_nodes.read_second(running.launch.folder)
     is_alone = second is None and code is not None and code >= 0
-    ends_s = time.monotonic() + (ENDS_S if is_alone else jobs.end_s())
+    ends_s = time.monotonic() + (jobs.ENDS_S if is_alone else jobs.end_s())
     while code is not None and (left := running.processes.all()) and time.monotonic() < ends_s:
         time.sleep(0.02)
     left = running.processes.all() if code is not None else []
@@ -260,9 +258,22 @@ class Striker(threading.Thread):
         return running.sleep(max(0.0, since_s + attack.ms / 1000 - time.monotonic()))
 
 
-def remove(folder: Path) -> None:
-    """Remove a plan's folder, with what an attack may have made unreadable."""
-    shutil.rmtree(folder, ignore_errors=True)
+KILL = """
+for _ in $(seq 60); do
+    found=$(grep -lsazF "MARK=$1" /proc/[0-9]*/environ)
+    for path in $found; do pid=${path#/proc/}; kill -KILL "${pid%/environ}"; done
+    [ -e "$1/kept" ] || rm -rf "$1"
+    [ -z "$found" ] && { [ -e "$1/kept" ] || ! [ -e "$1" ]; } && exit
+    sleep 0.1
+done
+"""
+KEPT = "kept"
+"""A file with which a folder stays."""
+
+
+def ended_afterwards(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """After the block, or if this process is killed: end the jobs whose mark is a folder, and remove the folder."""
+    return afterwards(KILL.replace("MARK", MARK), folder)
 
 
 def name_of_code(code: int | None) -> str:

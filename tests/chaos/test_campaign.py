@@ -49,7 +49,7 @@ def test_a_job_that_may_open_no_file_refuses_and_is_run_without_that_limit(tmp_p
 )
 def test_a_job_that_goes_wrong_is_found(tmp_path, monkeypatch, script, expected):
     """The command is replaced by one that does the wrong thing really."""
-    monkeypatch.setattr(runner, "ENDS_S", 0.3)
+    monkeypatch.setattr(jobs, "ENDS_S", 0.3)
     monkeypatch.setattr(jobs, "deadline_s", lambda job, attacks: 1.0 if expected == "hang" else 20.0)
     monkeypatch.setattr(runner, "words_of", lambda plan, launch, report, *more: ["sh", "-c", script])
 

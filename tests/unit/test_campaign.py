@@ -1,21 +1,25 @@
 """The campaign itself: plans are their seeds, are read back from their JSON, shrink, and are judged by what they promise."""
 
+import os
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from campaign import jobs
+from campaign import command, jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import End, Found
 from campaign.attacks.mechanisms.two_nodes import Second
 from campaign.command import command_for, main
-from campaign.draw import draw
+from campaign.draw import draw, what_lacks
 from campaign.judge import allowed_codes, allowed_ends, judge
 from campaign.plan import Attack, Job, Plan
 from campaign.results import Result, Results, summary
-from campaign.runner import Ended, Outcome
-from campaign.shrink import fails_again, shrink
+from campaign.runner import KEPT, Ended, Outcome, ended_afterwards
+from campaign.shrink import fails_again, shrink, smaller_plans
+from campaign.victims import MARK, Processes
 
 KILL = Attack("signal", "worker 1", "commit 3", 12.3, {"signal": "SIGKILL"})
 TERM = Attack("signal", "launcher", "start", 4321.0, {"signal": "SIGTERM"})
@@ -67,6 +71,8 @@ def test_only_kinds_that_exist_can_be_asked_for(capsys):
         (["--plan", '{"job":{},"attacks":[{"kind":"nonsense"}]}'], "no such kind of attack: nonsense"),
         (["--plan", "/nowhere"], "No such file"),
         (["--plan", "{"], "not a plan"),
+        (["--plan", '{"job":{},"attacks":[{"kind":"twin"}]}'], "kind 'twin' needs values.fabric, values.kills"),
+        (["--plan", '{"job":{},"attacks":[{"kind":"signal","values":{"signal":"SIGKILL"}}]}'], "needs victim"),
         (["--runs", "0"], "at least 1, got '0'"),
     ],
 )
@@ -74,6 +80,59 @@ def test_wrong_words_are_refused_in_one_line(words, why, capsys):
     with pytest.raises(SystemExit):
         main(words)
     assert why in capsys.readouterr().err
+
+
+def test_what_was_drawn_lacks_nothing():
+    assert not [each for seed in range(200) for each in draw(seed).attacks if what_lacks(each)]
+
+
+def test_without_a_kind_nothing_is_drawn(tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="no kind of attack"):
+        draw(1, frozenset())
+    monkeypatch.setattr(type(KINDS["twin"]), "missing", lambda self: "not here")
+    assert main(["--only", "twin", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "without twin: not here\n"
+    assert said.err.startswith("error: none of the attacks")
+
+
+@pytest.mark.parametrize(("commit", "seeds"), [("abc", [2, 3]), ("abc+", [1, 2, 3]), ("", [1, 2, 3])])
+def test_only_plans_of_the_same_files_are_known(tmp_path, monkeypatch, commit, seeds):
+    Results(tmp_path).add(Result(draw(1).to_json(), "right", "", 4.0, [], commit))
+    ran = []
+    monkeypatch.setattr(command, "commit_of", lambda root: commit)
+    monkeypatch.setattr(command.Campaign, "run", lambda self, plans: ran.extend(plan.seed for plan in plans) or [])
+    monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
+
+    assert main(["--runs", "3", "--only", "signal", "--out", str(tmp_path)]) == 0
+    assert ran == seeds
+
+
+def test_the_jobs_of_a_plan_end_with_it_and_its_folder_is_removed(tmp_path):
+    for name in ("plan", "kept", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "kept" / KEPT).touch()
+    env = {name: {**os.environ, MARK: str(tmp_path / name)} for name in ("plan", "kept", "other")}
+    left = {name: subprocess.Popen(["sleep", "60"], env=env[name], start_new_session=True) for name in env}
+    try:
+        for name in ("plan", "kept"):
+            with ended_afterwards(tmp_path / name):
+                assert left[name].poll() is None
+            assert left[name].wait(10) == -signal.SIGKILL
+        assert left["other"].poll() is None
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "other"]
+    finally:
+        for process in left.values():
+            process.kill()
+            process.wait()
+
+
+def test_an_ended_launcher_is_never_found_again(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        processes = Processes([launcher.pid], tmp_path, "no-such-mark")
+        assert processes.find("launcher").pid == launcher.pid
+        launcher.kill()
+    assert processes.find("launcher") is None
 
 
 # -- shrinking
@@ -89,6 +148,16 @@ def test_a_plan_shrinks_to_what_makes_it_fail():
     assert found.attacks[0] == replace(KILL, since="start", ms=0)
     assert found.seed is None
     assert command_for(found.to_json()).startswith("make chaos PLAN='{")
+
+
+def test_a_flip_shrinks_with_its_guard_and_keeps_its_rank():
+    job = Job(workers=4, guard="heal", flip="flip:rank=2,step=3,target=weights")
+    smaller = [plan.job for plan in smaller_plans(Plan(job, (replace(KILL, victim="worker 0"),)))]
+
+    assert {(each.guard, each.flip) for each in smaller} == {(job.guard, job.flip), ("stop", "")}
+    assert {each.workers for each in smaller if each.flip} == {3, 4}
+    assert jobs.with_workers(job, 2).flip == "flip:rank=1,step=3,target=weights"
+    assert jobs.with_workers(Job(), 3) == Job(workers=3)
 
 
 def test_what_fails_once_of_three_times_is_not_taken_for_the_cause():
