@@ -17,26 +17,31 @@ from pathlib import Path
 
 from campaign import jobs
 from campaign.attacks import KINDS
-from campaign.draw import draw
+from campaign.draw import draw, what_lacks
 from campaign.judge import NOT_JUDGED, Verdict, judge
 from campaign.plan import Plan
 from campaign.results import Result, Results, commit_of, summary
-from campaign.runner import Outcome, remove, run
+from campaign.runner import KEPT, Outcome, ended_afterwards, run
 from campaign.shrink import shrink
 
 DEFAULT_OUT = "campaign-out"
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run a campaign, or one plan; return 0 if nothing is wrong, 1 otherwise, 130 after Ctrl-C."""
+    """Run a campaign, or one plan; return 0 if nothing is wrong, 1 otherwise, 2 if it cannot be run, 130 after Ctrl-C."""
     options = _parse(words)
     results = Results(options.out)
     if options.summary:
         print(summary(results.newest()))
         return 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
+    kinds = _usable(options.only) if not options.plan else frozenset(KINDS)
+    if not kinds:
+        print("error: none of the attacks of --only can be done on this machine", file=sys.stderr)
+        return 2
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     campaign = Campaign(results, options)
-    done = campaign.run(_plans(options, results, campaign.commit))
+    done = campaign.run(_plans(options, results, campaign.commit, kinds))
     print(summary(done))
     return 130 if campaign.is_stopped else int(any(result.verdict not in ("right", "missed") for result in done))
 
@@ -44,7 +49,9 @@ def main(words: list[str] | None = None) -> int:
 def _parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m campaign", description=__doc__)
     parser.add_argument("--runs", type=_count, help="number of plans; one, if no time is given")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the first plan")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the first plan; a plan depends on what the machine can do, too"
+    )
     parser.add_argument("--jobs", type=_count, default=2, help="plans at a time")
     parser.add_argument("--minutes", type=float, help="minutes after which no plan is started")
     parser.add_argument("--only", default="", help="kinds of attacks, separated by commas")
@@ -83,20 +90,30 @@ def _given_plans(text: str) -> list[Plan]:
         raise argparse.ArgumentTypeError(f"no plan is in {text!r}")
     if unknown := {each.kind for plan in plans for each in plan.attacks} - KINDS.keys():
         raise argparse.ArgumentTypeError(f"no such kind of attack: {', '.join(sorted(unknown))}")
+    for each in (each for plan in plans for each in plan.attacks):
+        if lacks := what_lacks(each):
+            raise argparse.ArgumentTypeError(
+                f"an attack of kind {each.kind!r} needs {lacks}, which {text[:200]!r} lacks"
+            )
     return plans
 
 
-def _plans(options: argparse.Namespace, results: Results, commit: str) -> Iterator[Plan]:
+def _usable(asked: frozenset[str]) -> frozenset[str]:
+    """The kinds, of those asked for or of all, that can be done on this machine; say which cannot, and why."""
+    missing = {name: why for name in sorted(asked or KINDS) if (why := KINDS[name].missing())}
+    for name, why in missing.items():
+        print(f"without {name}: {why}", flush=True)
+    return frozenset(asked or KINDS) - missing.keys()
+
+
+def _plans(options: argparse.Namespace, results: Results, commit: str, kinds: frozenset[str]) -> Iterator[Plan]:
     """Yield the plans to run."""
     if options.plan:
         yield from options.plan
         return
-    missing = {name: why for name, kind in KINDS.items() if (why := kind.missing())}
-    for name, why in missing.items():
-        print(f"without {name}: {why}", flush=True)
-    kinds = frozenset(options.only or KINDS) - missing.keys()
     runs = options.runs or (1 if options.minutes is None else 1 << 30)
-    known = set() if options.again else results.seeds_of(commit)
+    is_known = bool(commit) and not commit.endswith("+")  # files that differ from the commit may have changed since
+    known = results.seeds_of(commit) if is_known and not options.again else set()
     ends_s = time.monotonic() + 60 * (options.minutes or 1e9)
     for seed in range(options.seed, options.seed + runs):
         if time.monotonic() > ends_s:
@@ -117,7 +134,7 @@ class Campaign:
         self._print_lock = threading.Lock()
 
     def run(self, plans: Iterator[Plan]) -> list[Result]:
-        """Run plans until there are no more, or until Ctrl-C, which waits for those that run."""
+        """Run plans until there are no more, or until Ctrl-C or SIGTERM, which wait for those that run."""
         done: list[Result] = []
         with concurrent.futures.ThreadPoolExecutor(self.options.jobs) as pool:
             running: set[concurrent.futures.Future[Result]] = set()
@@ -158,15 +175,15 @@ class Campaign:
         """Run and judge a plan once."""
         folder = Path(tempfile.mkdtemp(prefix="campaign-"))
         outcome = None
-        try:
-            outcome = run(plan, folder)
-            verdict = judge(outcome, self.cache)
-        except Exception:  # the other plans go on; the campaign ends with exit code 1
-            verdict = Verdict(NOT_JUDGED, traceback.format_exc())
-        if keeps and verdict.is_wrong:
-            self._say(f"seed {plan.seed}: kept in {folder}")
-        else:
-            remove(folder)
+        with ended_afterwards(folder):
+            try:
+                outcome = run(plan, folder)
+                verdict = judge(outcome, self.cache)
+            except Exception:  # the other plans go on; the campaign ends with exit code 1
+                verdict = Verdict(NOT_JUDGED, traceback.format_exc())
+            if keeps and verdict.is_wrong:
+                (folder / KEPT).touch()
+                self._say(f"seed {plan.seed}: kept in {folder}")
         return outcome, verdict
 
     def _say_result(self, plan: Plan, result: Result) -> None:

@@ -8,19 +8,29 @@ from dataclasses import replace
 from campaign.attacks import KINDS
 from campaign.attacks.base import Kind
 from campaign.jobs import SPLIT
-from campaign.plan import Job, Plan
+from campaign.plan import Attack, Job, Plan
 
 COUNTS = (1,) * 9 + (2,) * 6 + (3,) * 3 + (4,) * 2
 """Numbers of attacks."""
 
 
 def draw(seed: int, kinds: frozenset[str] | None = None) -> Plan:
-    """Return the plan of a seed, with attacks of these kinds only (None: all that can be done on this machine)."""
+    """Return the plan of a seed, with attacks of these kinds only; None: all.
+
+    With other kinds a seed has another plan. A campaign draws from what the machine can do, so seeds are comparable
+    between machines only if these can do the same; the JSON of a plan is the same everywhere.
+
+    Raises:
+        ValueError: if there are no kinds.
+    """
+    if kinds is not None and not kinds:
+        msg = "there is no kind of attack to draw from"
+        raise ValueError(msg)
     rng = random.Random(f"campaign {seed}")
     job = draw_job(rng)
     attacks = []
     for _ in range(rng.choice(COUNTS)):
-        usable = [kind for name, kind in sorted(KINDS.items()) if (not kinds or name in kinds) and kind.suits(job)]
+        usable = [kind for name, kind in sorted(KINDS.items()) if (kinds is None or name in kinds) and kind.suits(job)]
         usable = [kind for kind in usable if not any(_conflict(kind, KINDS[each.kind]) for each in attacks)]
         if not usable:
             break
@@ -65,3 +75,12 @@ def _strategy(rng: random.Random, job: Job) -> str:
     if job.model in SPLIT:
         return rng.choice(("rollback", "rollback", "rollback", "reinit", "partial"))
     return rng.choice(("rollback", "rollback", "rollback", "rollback", "restart", "restart", "reinit", "forward"))
+
+
+def what_lacks(attack: Attack) -> str:
+    """What an attack lacks to be one of its kind, as a plan that was not drawn may; "" if it has all."""
+    drawn = [KINDS[attack.kind].draw(random.Random(seed), Job()) for seed in range(20)]
+    needed = set.intersection(*(set(each.values) for each in drawn))
+    lacks = [f"values.{name}" for name in sorted(needed - set(attack.values))]
+    lacks += ["victim"] if not attack.victim and all(each.victim for each in drawn) else []
+    return ", ".join(lacks)

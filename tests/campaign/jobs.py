@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 from campaign.plan import Attack, Job
+from campaign.victims import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 SPLIT = ("pipeline", "sharded")
+_COMPUTING = threading.Lock()
 
 HANG_S, START_S, GRACE_S, STALL_S, NODE_S = 1.0, 10.0, 8.0, 6.0, 4.0
 """Short limits, so that a plan takes seconds."""
@@ -25,6 +30,11 @@ IMPORTS_S = 25.0
 """The limit of a start where each worker imports torch itself."""
 LONGEST_TIMES = 30.0
 """The longest phase in which a stuck worker holds the others is saving, at so many times the hang timeout."""
+ENDS_S = 5.0
+"""How long processes of a job may take to end after its launcher, which waits for them itself."""
+LOOKS_S = 1.0
+CROWDED = 3.0
+"""With more processes for each core that want to run, the machine is overloaded; the campaign itself causes two or three."""
 BUSY_S = 25.0
 """What a busy machine may take for the start of Python and torch, and for the training itself."""
 
@@ -57,6 +67,19 @@ def script_of(job: Job) -> list[str]:
     return [str(SUPPORT / "train_reference.py"), job.model, job.optimizer, "--pause", pause]
 
 
+def flipped_rank(job: Job) -> int | None:
+    """The rank in which the job's own fault is, None if it has none."""
+    found = re.search(r"rank=(\d+)", job.flip)
+    return int(found[1]) if found else None
+
+
+def with_workers(job: Job, workers: int) -> Job:
+    """The job with other workers; its own fault is in one of them."""
+    rank = flipped_rank(job)
+    flip = job.flip if rank is None else job.flip.replace(f"rank={rank}", f"rank={min(rank, workers - 1)}")
+    return replace(job, workers=workers, flip=flip)
+
+
 def is_exact(job: Job, attacks: tuple[Attack, ...]) -> bool:
     """Whether the job promises the bits of the undisturbed run, and every sample once, whatever happens to it."""
     return not attacks or (job.script != "ddp" and job.strategy not in ("forward", "partial"))
@@ -76,6 +99,20 @@ def end_s() -> float:
     return 1.5 * GRACE_S + LONGEST_TIMES * HANG_S + 10.0
 
 
+def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """Wait for a launcher, and return its exit code; None if the limit is over.
+
+    While more processes want to run than the machine has cores for, time counts less: a job is slow then, and not stuck.
+    """
+    cores = len(os.sched_getaffinity(0))
+    while limit_s > 0:
+        began_s = time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(LOOKS_S, limit_s))
+        limit_s -= (time.monotonic() - began_s) * min(1.0, CROWDED * cores / max(os.getloadavg()[0], 0.01))
+    return None
+
+
 def clean_env(**extra: str) -> dict[str, str]:
     """The environment of a job: one thread a worker, no compiler, nothing of other jobs."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
@@ -90,13 +127,17 @@ def case_of(job: Job) -> Job:
     return plain if job.script == "ddp" else replace(plain, fabric="virtual")
 
 
-@functools.cache
 def undisturbed(case: Job, cache: Path) -> str:
     """The hash with which an undisturbed job ends; kept in a file of the folder.
 
     That of a replicated model is computed by the reference, which has no line of Holdfast; that of a split model by one
     worker that has all of its parts.
     """
+    with _COMPUTING:
+        return _undisturbed(case, cache)
+
+
+def _undisturbed(case: Job, cache: Path) -> str:
     said = json.dumps([case.script, case.model, case.optimizer, case.workers])
     kept = cache / f"reference-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
     if kept.exists():
@@ -115,10 +156,12 @@ def undisturbed(case: Job, cache: Path) -> str:
 
 
 def _hash_of_a_run(case: Job) -> str:
-    with tempfile.TemporaryDirectory() as folder:
+    from campaign.runner import ended_afterwards  # which imports this module
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ended_afterwards(Path(folder)):
         words = [sys.executable, "-m", "holdfast", "run", *options_of(case, f"{folder}/saved")]
         words += ["--report", f"{folder}/report", *script_of(case)]
-        env = clean_env(TMPDIR=folder)
+        env = clean_env(TMPDIR=folder, **{MARK: folder})
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             msg = f"the undisturbed run ended with exit code {done.returncode}: {done.stderr[-2000:]}"

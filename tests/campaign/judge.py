@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import End
-from campaign.plan import WATCHER, WORKER, Plan
+from campaign.attacks.signals import INTERRUPTED
+from campaign.plan import WATCHER, WORKER, Attack, Job
 from campaign.runner import Ended, Outcome, name_of_code
 
 RIGHT, MISSED = "right", "missed"
@@ -31,8 +33,14 @@ WRONG = (
 """Classes of what is wrong, in the order in which they are looked for."""
 
 _CLEAR = re.compile(r"^(error: |holdfast: stopped|stopped )", re.MULTILINE)
-INTERRUPTED = 130
-"""Exit code of a Python that Ctrl-C ends before the command has begun; a shell says nothing about it either."""
+CODES: dict[End, frozenset[int]] = {
+    End.SURVIVES: frozenset(),
+    End.MAY_STOP: frozenset((1, 4, 93)),
+    End.REFUSES: frozenset((1, 2)),
+}
+"""Exit codes, other than 0, with which a job may end; of several attacks, those of each."""
+HARM = frozenset(("damage", "removed", "disk-full", "disk-read-only", "disk-error"))
+"""Attacks after which a checkpoint that was complete may be gone, or unreadable."""
 MANY_DEATHS = 3
 """So many deaths may hit the same slice: then the job stops, and names its samples."""
 
@@ -49,14 +57,19 @@ class Verdict:
         return self.kind not in (RIGHT, MISSED)
 
 
-def allowed_end(plan: Plan) -> End:
-    """The worst end that is right for a plan."""
-    worst = max((KINDS[each.kind].end(each, plan.job) for each in plan.attacks), default=End.SURVIVES)
-    struck = [each.victim for each in plan.attacks if each.role in (WORKER, WATCHER)]
-    ranks = {victim.rpartition(" ")[2] for victim in struck}
-    if len(ranks) >= plan.job.workers + plan.job.spares or len(struck) >= MANY_DEATHS:
-        return max(worst, End.MAY_STOP)
-    return worst
+def allowed_ends(job: Job, acted: Sequence[Attack]) -> set[End]:
+    """The ends that are right for a job after what acted on it."""
+    ends = {End.SURVIVES, *(KINDS[each.kind].end(each, job) for each in acted)}
+    struck = [each for each in acted if each.role in (WORKER, WATCHER)]
+    if len({each.rank for each in struck}) >= job.workers + job.spares or len(struck) >= MANY_DEATHS:
+        ends.add(End.MAY_STOP)
+    return ends
+
+
+def allowed_codes(job: Job, acted: Sequence[Attack]) -> frozenset[int]:
+    """The exit codes of the launcher that are right beside 0."""
+    codes = frozenset().union(*(CODES[end] for end in allowed_ends(job, acted)))
+    return codes.union(*(KINDS[each.kind].codes(each) for each in acted))
 
 
 def judge(outcome: Outcome, cache: Path) -> Verdict:
@@ -64,22 +77,28 @@ def judge(outcome: Outcome, cache: Path) -> Verdict:
     for found in outcome.found:
         return Verdict(found.kind, str(found))
     last = outcome.resumed or outcome.first
-    leave = any(KINDS[each.kind].leaves_files(each) for each in outcome.plan.attacks)
-    allowed = allowed_end(outcome.plan)
+    acted = outcome.acted()
+    leave = any(KINDS[each.kind].leaves_files(each) for each in acted)
+    allowed = allowed_codes(outcome.plan.job, acted)
     verdicts = [_of_run(outcome.first, "", allowed, is_last=outcome.resumed is None, may_leave=leave)]
+    verdicts.append(_of_second_launcher(outcome.first, outcome.plan.job, acted))
     if outcome.resumed:
-        verdicts.append(_of_run(outcome.resumed, "resumed: ", End.SURVIVES, is_last=True, may_leave=leave))
+        verdicts.append(_of_run(outcome.resumed, "resumed: ", frozenset(), is_last=True, may_leave=leave))
+        verdicts.append(_of_second_launcher(outcome.resumed, outcome.plan.job, ()))
     verdicts += [
         _of_resume(outcome),
+        *(_of_restarts(outcome, ended) for ended in (outcome.first, outcome.resumed) if ended),
         *(_of_result(outcome, last, cache) if last.code == 0 else []),
+        *(_of_other(job, found, cache) for job, found in outcome.others),
     ]
     wrong = [verdict for verdict in verdicts if verdict is not None]
     if wrong:
         return min(wrong, key=lambda verdict: WRONG.index(verdict.kind))
-    return Verdict(RIGHT if any(outcome.landed) or not outcome.landed else MISSED, _summary(outcome))
+    is_missed = outcome.landed and not any(outcome.landed) and outcome.first.code == 0
+    return Verdict(MISSED if is_missed else RIGHT, _summary(outcome))
 
 
-def _of_run(ended: Ended, which: str, allowed: End, *, is_last: bool, may_leave: bool) -> Verdict | None:
+def _of_run(ended: Ended, which: str, allowed: frozenset[int], *, is_last: bool, may_leave: bool) -> Verdict | None:
     """What is wrong with the end of one run, apart from its result."""
     end = f"{which}{name_of_code(ended.code)}"
     if ended.code is None:
@@ -96,19 +115,62 @@ def _of_run(ended: Ended, which: str, allowed: End, *, is_last: bool, may_leave:
         return None
     if which:
         return Verdict("not resumed", f"{end}: {ended.said[-1500:]}")
-    if allowed == End.SURVIVES:
+    if ended.code not in allowed:
         return Verdict("stopped", f"{end}: {ended.said[-1500:]}")
     if ended.code > 0 and ended.code != INTERRUPTED and not _CLEAR.search(ended.said):
         return Verdict("no clear line", f"{end}: {ended.said[-1500:]}")
     return None
 
 
-def _of_resume(outcome: Outcome) -> Verdict | None:
-    """Whether a resumed run began where the newest intact checkpoint is."""
-    if outcome.resumed is None or outcome.intact is None or not outcome.resumed.events:
+def _of_second_launcher(ended: Ended, job: Job, acted: Sequence[Attack]) -> Verdict | None:
+    """What is wrong with the end of the second node's launcher, if there is one.
+
+    It ends as the first does, or with 0 or 1: its node left, was cut off, or went on alone. A job that is done is done on
+    both, unless what is between the nodes was attacked.
+    """
+    if ended.second is None or ended.second.code is None or ended.code is None:
         return None
+    code, may_part = ended.second.code, any(KINDS[each.kind].takes == "nodes" for each in acted)
+    end = f"the second launcher ended with {name_of_code(code)}, the first with {name_of_code(ended.code)}"
+    allowed = {0, ended.code} | ({1} if ended.code or may_part else set()) | allowed_codes(job, acted)
+    if code not in allowed:
+        return Verdict("stopped", f"{end}: {ended.said[-1500:]}")
+    if code == 1 and not _CLEAR.search(ended.said):
+        return Verdict("no clear line", f"{end}: {ended.said[-1500:]}")
+    return None
+
+
+def _of_restarts(outcome: Outcome, ended: Ended) -> Verdict | None:
+    """Whether each restart within a run began where the newest checkpoint was that the run had saved before."""
+    if outcome.plan.job.script == "ddp" or _is_harmed(outcome):
+        return None
+    saved, wanted = 0, 0
+    for event in sorted(ended.events, key=lambda event: float(event.get("t_s", 0))):
+        if event["event"] == "CheckpointSaved":
+            saved = max(saved, event["step"])
+        elif event["event"] == "JobRestarted":
+            wanted = saved
+        elif event["event"] == "RunStarted" and event["step"] < wanted:
+            return Verdict("lost checkpoint", f"step {wanted} was saved, and a restart began at step {event['step']}")
+    return None
+
+
+def _is_harmed(outcome: Outcome) -> bool:
+    return any(each.kind in HARM for each in outcome.acted())
+
+
+def _of_resume(outcome: Outcome) -> Verdict | None:
+    """Whether all that was saved is intact, and a resumed run began where the newest intact checkpoint is."""
+    if outcome.resumed is None:
+        return None
+    saved = max((event["step"] for event in outcome.first.of_kind("CheckpointSaved")), default=-1)
+    intact = -1 if outcome.intact is None else outcome.intact
+    if intact < saved and not _is_harmed(outcome):
+        return Verdict("lost checkpoint", f"step {saved} was saved, and the newest intact is {outcome.intact}")
     began = [event["step"] for event in outcome.resumed.of_kind("RunStarted")]
-    if began and min(began) < outcome.intact:
+    if outcome.resumed.code == 0 and not began:
+        return Verdict("false success", "exit 0, and the resumed run has no record that it began")
+    if began and outcome.intact is not None and min(began) < outcome.intact:
         return Verdict("lost checkpoint", f"step {outcome.intact} was intact, and it began at step {min(began)}")
     return None
 
@@ -119,13 +181,14 @@ def _of_result(outcome: Outcome, last: Ended, cache: Path) -> list[Verdict]:
     if report is None or report["outcome"] != "done":
         return [Verdict("false success", f"exit 0, and the report says {report and report['outcome']}")]
     found = []
-    was_undisturbed = not any(outcome.landed) or outcome.resumed is not None
-    is_exact = jobs.is_exact(job, () if job.script == "ddp" and was_undisturbed else outcome.plan.attacks)
+    is_new = job.script == "ddp" and outcome.resumed is not None  # it has no checkpoints
+    is_exact = jobs.is_exact(job, () if is_new else outcome.acted())
     if is_exact and (wrong := _wrong_hash(outcome, last, cache)):
         found.append(Verdict("wrong hash", wrong))
     if job.script == "ddp":
         hashes = jobs.hash_in(last.said)
         found += [Verdict("wrong hash", f"ranks differ: {hashes}")] if "/" in hashes else []
+        found += [] if hashes else [Verdict("false success", "exit 0, and no rank has printed its state")]
         return found
     samples = report["samples"]
     if is_exact and (samples["lost"] or samples["repeated"]):
@@ -135,6 +198,12 @@ def _of_result(outcome: Outcome, last: Ended, cache: Path) -> list[Verdict]:
     if report["replicas"]["identical"] is not True:
         found.append(Verdict("wrong hash", f"the replicas differ: {report['replicas']}"))
     return found
+
+
+def _of_other(job: Job, found: str, cache: Path) -> Verdict | None:
+    """What is wrong with the hash of another job on the machine."""
+    wanted = jobs.undisturbed(jobs.case_of(job), cache)
+    return Verdict("wrong hash", f"another job: {found} instead of {wanted}") if found != wanted else None
 
 
 def _wrong_hash(outcome: Outcome, last: Ended, cache: Path) -> str:

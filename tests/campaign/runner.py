@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,16 +17,14 @@ from typing import Any
 from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import Found, Launch, Running
-from campaign.plan import Attack, Plan
+from campaign.attacks.mechanisms import two_nodes
+from campaign.attacks.mechanisms.afterwards import afterwards
+from campaign.attacks.mechanisms.two_nodes import Second
+from campaign.plan import Attack, Job, Plan
 from campaign.victims import MARK, Processes
 from holdfast.checkpoint import steps, verify
 from holdfast.errors import HoldfastError
 
-ENDS_S = 5.0
-"""How long processes of a job may take to end after its launcher, which waits for them itself."""
-LOOKS_S = 1.0
-CROWDED = 3.0
-"""With more processes for each core that want to run, the machine is overloaded; the campaign itself causes two or three."""
 FOLDERS_OF_TORCH = "torchinductor_"
 
 
@@ -45,6 +41,8 @@ class Ended:
         left: Processes that went on after the launcher's end and had to be killed.
         files: What the run left in its temporary directory and in shared memory.
         took_s: Time to the launcher's end.
+        second: The launcher of the second node, None if there is one node.
+        launchers: PIDs of all launchers.
     """
 
     code: int | None
@@ -55,6 +53,8 @@ class Ended:
     waits: str = ""
     left: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    second: Second | None = None
+    launchers: list[int] = field(default_factory=list)
 
     def of_kind(self, name: str) -> list[dict[str, Any]]:
         """The records of one kind."""
@@ -68,22 +68,27 @@ class Outcome:
     Args:
         plan: The plan.
         first: The run that was attacked.
-        launcher: PID of its launcher.
         resumed: The run that went on from its checkpoints, if it had stopped.
         intact: The newest intact checkpoint before that, None if there was none.
         landed: For each attack, whether it landed.
         found: What attacks themselves found wrong.
         notes: What they did.
+        others: Other jobs that attacks ran, with the hashes of their ends.
     """
 
     plan: Plan
     first: Ended
-    launcher: int
     resumed: Ended | None = None
     intact: int | None = None
     landed: list[bool] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    others: list[tuple[Job, str]] = field(default_factory=list)
+
+    def acted(self) -> tuple[Attack, ...]:
+        """The attacks that landed, or to which the job was exposed from its start on."""
+        both = zip(self.plan.attacks, self.landed, strict=True)
+        return tuple(each for each, landed in both if landed or KINDS[each.kind].acts_from_start(each))
 
     @property
     def took_s(self) -> float:
@@ -101,7 +106,7 @@ def run(plan: Plan, folder: Path) -> Outcome:
             for attack in plan.attacks:
                 KINDS[attack.kind].repair(attack, launch)
             outcome.intact = newest_intact(launch.checkpoints)
-            outcome.resumed = _resumed(plan, launch, outcome.launcher)
+            outcome.resumed = _resumed(plan, launch, outcome.first.launchers)
     return outcome
 
 
@@ -131,17 +136,16 @@ def _attacked(plan: Plan, launch: Launch) -> Outcome:
     if errors := [thread.error for thread in threads if thread.error is not None]:
         raise errors[0]
     found = [thread.found for thread in threads if thread.found is not None]
-    return Outcome(
-        plan, first, running.process.pid, landed=[thread.landed for thread in threads], found=found, notes=running.notes
-    )
+    landed = [thread.landed for thread in threads]
+    return Outcome(plan, first, landed=landed, found=found, notes=running.notes, others=running.others)
 
 
-def _resumed(plan: Plan, launch: Launch, before: int) -> Ended:
-    """Run the job again, which also removes what the launcher ``before`` left."""
+def _resumed(plan: Plan, launch: Launch, before: list[int]) -> Ended:
+    """Run the job again, which also removes what the launchers ``before`` left."""
     report = launch.folder / "report-resumed"
     with started(plan, launch, report, "--resume") as running:
         ended = end_of(running, report, jobs.deadline_s(plan.job, ()))
-    ended.files += left_files(launch.temporary, [before])
+    ended.files += left_files(launch.temporary, before)
     return ended
 
 
@@ -149,6 +153,7 @@ def _resumed(plan: Plan, launch: Launch, before: int) -> Ended:
 def started(plan: Plan, launch: Launch, report: Path, *more: str) -> Iterator[Running]:
     """Start a job; kill what is left of it at the end."""
     output = launch.folder / f"{report.name}.output"
+    (launch.folder / two_nodes.SECOND).unlink(missing_ok=True)
     with output.open("wb") as file:
         process = subprocess.Popen(
             words_of(plan, launch, report, *more),
@@ -170,7 +175,7 @@ def started(plan: Plan, launch: Launch, report: Path, *more: str) -> Iterator[Ru
 
 def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[threading.Thread] = ()) -> Ended:
     """Wait for the end of a run, of its attacks and of all its processes, and look at what it left."""
-    code, waits = _wait(running.process, limit_s), ""
+    code, waits = jobs.wait(running.process, limit_s), ""
     if code is None:
         waits = running.processes.describe()
         running.processes.kill()
@@ -178,33 +183,24 @@ def end_of(running: Running, report: Path, limit_s: float, strikers: Sequence[th
     took_s = time.monotonic() - running.began_s
     for striker in strikers:
         striker.join()
-    ends_s = time.monotonic() + (jobs.end_s() if code is not None and code < 0 else ENDS_S)
+    second = two_nodes.read_second(running.launch.folder)
+    is_alone = second is None and code is not None and code >= 0
+    ends_s = time.monotonic() + (jobs.ENDS_S if is_alone else jobs.end_s())
     while code is not None and (left := running.processes.all()) and time.monotonic() < ends_s:
         time.sleep(0.02)
     left = running.processes.all() if code is not None else []
     waits = waits or (running.processes.describe() if left else "")
     running.processes.kill()
+    second = two_nodes.read_second(running.launch.folder)
+    launchers = [*running.processes.launchers, *([second.pid] if second else [])]
     ended = Ended(code, _said(running, report), took_s, waits=waits, left=waits.splitlines() if left else [])
     with contextlib.suppress(OSError, json.JSONDecodeError):
         ended.events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
     with contextlib.suppress(OSError, json.JSONDecodeError):
         ended.report = json.loads((report / "report.json").read_text())
-    ended.files = left_files(running.launch.temporary, running.processes.launchers)
+    ended.second, ended.launchers = second, launchers
+    ended.files = left_files(running.launch.temporary, launchers)
     return ended
-
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Wait for the launcher, and return its exit code; None if the limit is over.
-
-    While more processes want to run than the machine has cores for, time counts less: a job is slow then, and not stuck.
-    """
-    cores = len(os.sched_getaffinity(0))
-    while limit_s > 0:
-        began_s = time.monotonic()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(min(LOOKS_S, limit_s))
-        limit_s -= (time.monotonic() - began_s) * min(1.0, CROWDED * cores / max(os.getloadavg()[0], 0.01))
-    return None
 
 
 def _said(running: Running, report: Path) -> str:
@@ -262,9 +258,22 @@ class Striker(threading.Thread):
         return running.sleep(max(0.0, since_s + attack.ms / 1000 - time.monotonic()))
 
 
-def remove(folder: Path) -> None:
-    """Remove a plan's folder, with what an attack may have made unreadable."""
-    shutil.rmtree(folder, ignore_errors=True)
+KILL = """
+for _ in $(seq 60); do
+    found=$(grep -lsazF "MARK=$1" /proc/[0-9]*/environ)
+    for path in $found; do pid=${path#/proc/}; kill -KILL "${pid%/environ}"; done
+    [ -e "$1/kept" ] || rm -rf "$1"
+    [ -z "$found" ] && { [ -e "$1/kept" ] || ! [ -e "$1" ]; } && exit
+    sleep 0.1
+done
+"""
+KEPT = "kept"
+"""A file with which a folder stays."""
+
+
+def ended_afterwards(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """After the block, or if this process is killed: end the jobs whose mark is a folder, and remove the folder."""
+    return afterwards(KILL.replace("MARK", MARK), folder)
 
 
 def name_of_code(code: int | None) -> str:

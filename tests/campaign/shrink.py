@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
+from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.plan import WATCHER, WORKER, Attack, Job, Plan
 
@@ -65,13 +66,17 @@ def smaller_plans(plan: Plan) -> Iterator[Plan]:
 def _simpler_jobs(plan: Plan) -> Iterator[Job]:
     """Yield jobs with one value less, or with one value that is the default."""
     job = plan.job
-    ranks = [each.rank for each in plan.attacks if each.role in (WORKER, WATCHER) and each.rank is not None]
+    flipped = jobs.flipped_rank(job)
+    ranks = [] if flipped is None else [flipped]
+    ranks += [each.rank for each in plan.attacks if each.role in (WORKER, WATCHER) and each.rank is not None]
     for workers in range(max(2, 1 + max(ranks, default=0) - job.spares), job.workers):
         yield replace(job, workers=workers)
     for item in fields(Job):
         if item.name == "workers" or getattr(job, item.name) == item.default:
             continue
         simpler = replace(job, **{item.name: item.default})
+        if item.name in ("guard", "flip"):  # without its guard a flip is no fault that is survived
+            simpler = replace(job, guard=Job.guard, flip=Job.flip)
         if item.name == "fabric":  # other fabrics have other processes, and other options
             simpler = None if job.fabric == "virtual" or any(a.role == "mpirun" for a in plan.attacks) else simpler
         if item.name in ("model", "script"):

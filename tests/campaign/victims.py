@@ -31,6 +31,7 @@ class Processes:
 
     def __init__(self, launchers: list[int], temporary: Path, mark: str) -> None:
         self.launchers = launchers
+        self._as_started = [Process.of(pid) for pid in launchers]  # after its end a PID may be that of another process
         self._temporary = temporary
         self._mark = f"{MARK}={mark}".encode()
 
@@ -47,7 +48,8 @@ class Processes:
         """The process that is called so, None if it does not exist yet, or any longer."""
         role, _, number = victim.rpartition(" ") if victim[-1:].isdigit() else (victim, "", "0")
         if role == LAUNCHER:
-            return Process.of(self.launchers[int(number)]) if int(number) < len(self.launchers) else None
+            launcher = self._as_started[int(number)] if int(number) < len(self._as_started) else None
+            return launcher if launcher is not None and launcher.is_alive() else None
         if role in (WORKER, WATCHER):
             return self._of_pair(role, int(number))
         below = [pid for launcher in self.launchers for pid in children_of(launcher)]

@@ -22,11 +22,9 @@ def test_a_killed_worker_is_survived_and_other_bits_would_be_found(tmp_path):
     assert verdict.kind == "right", verdict
     assert outcome.landed == [True]
     assert {event["rank"]: event["exit_code"] for event in outcome.first.of_kind("WorkerEnded")} == {0: 0, 1: -9}
-    jobs.undisturbed.cache_clear()
     (kept,) = (tmp_path / "kept").iterdir()
     kept.write_text("0" * 64)
     assert judge(outcome, tmp_path / "kept").kind == "wrong hash"
-    jobs.undisturbed.cache_clear()
 
 
 @pytest.mark.soak  # the line itself: tests/unit/test_system_errors.py
@@ -51,7 +49,7 @@ def test_a_job_that_may_open_no_file_refuses_and_is_run_without_that_limit(tmp_p
 )
 def test_a_job_that_goes_wrong_is_found(tmp_path, monkeypatch, script, expected):
     """The command is replaced by one that does the wrong thing really."""
-    monkeypatch.setattr(runner, "ENDS_S", 0.3)
+    monkeypatch.setattr(jobs, "ENDS_S", 0.3)
     monkeypatch.setattr(jobs, "deadline_s", lambda job, attacks: 1.0 if expected == "hang" else 20.0)
     monkeypatch.setattr(runner, "words_of", lambda plan, launch, report, *more: ["sh", "-c", script])
 

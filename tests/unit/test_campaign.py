@@ -1,23 +1,30 @@
 """The campaign itself: plans are their seeds, are read back from their JSON, shrink, and are judged by what they promise."""
 
+import os
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from campaign import jobs
+from campaign import command, jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import End, Found
+from campaign.attacks.mechanisms.two_nodes import Second
 from campaign.command import command_for, main
-from campaign.draw import draw
-from campaign.judge import allowed_end, judge
+from campaign.draw import draw, what_lacks
+from campaign.judge import allowed_codes, allowed_ends, judge
 from campaign.plan import Attack, Job, Plan
 from campaign.results import Result, Results, summary
-from campaign.runner import Ended, Outcome
-from campaign.shrink import fails_again, shrink
+from campaign.runner import KEPT, Ended, Outcome, ended_afterwards
+from campaign.shrink import fails_again, shrink, smaller_plans
+from campaign.victims import MARK, Processes
 
 KILL = Attack("signal", "worker 1", "commit 3", 12.3, {"signal": "SIGKILL"})
 TERM = Attack("signal", "launcher", "start", 4321.0, {"signal": "SIGTERM"})
+LITTLE = Attack("memory-too-small", values={"mb": 60})
+DAMAGE = Attack("damage", since="commit 3", values={"how": "flip", "file": "data", "at": 0.5, "newest": 0})
 HASH = "a" * 64
 
 
@@ -64,6 +71,8 @@ def test_only_kinds_that_exist_can_be_asked_for(capsys):
         (["--plan", '{"job":{},"attacks":[{"kind":"nonsense"}]}'], "no such kind of attack: nonsense"),
         (["--plan", "/nowhere"], "No such file"),
         (["--plan", "{"], "not a plan"),
+        (["--plan", '{"job":{},"attacks":[{"kind":"twin"}]}'], "kind 'twin' needs values.fabric, values.kills"),
+        (["--plan", '{"job":{},"attacks":[{"kind":"signal","values":{"signal":"SIGKILL"}}]}'], "needs victim"),
         (["--runs", "0"], "at least 1, got '0'"),
     ],
 )
@@ -71,6 +80,59 @@ def test_wrong_words_are_refused_in_one_line(words, why, capsys):
     with pytest.raises(SystemExit):
         main(words)
     assert why in capsys.readouterr().err
+
+
+def test_what_was_drawn_lacks_nothing():
+    assert not [each for seed in range(200) for each in draw(seed).attacks if what_lacks(each)]
+
+
+def test_without_a_kind_nothing_is_drawn(tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="no kind of attack"):
+        draw(1, frozenset())
+    monkeypatch.setattr(type(KINDS["twin"]), "missing", lambda self: "not here")
+    assert main(["--only", "twin", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "without twin: not here\n"
+    assert said.err.startswith("error: none of the attacks")
+
+
+@pytest.mark.parametrize(("commit", "seeds"), [("abc", [2, 3]), ("abc+", [1, 2, 3]), ("", [1, 2, 3])])
+def test_only_plans_of_the_same_files_are_known(tmp_path, monkeypatch, commit, seeds):
+    Results(tmp_path).add(Result(draw(1).to_json(), "right", "", 4.0, [], commit))
+    ran = []
+    monkeypatch.setattr(command, "commit_of", lambda root: commit)
+    monkeypatch.setattr(command.Campaign, "run", lambda self, plans: ran.extend(plan.seed for plan in plans) or [])
+    monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
+
+    assert main(["--runs", "3", "--only", "signal", "--out", str(tmp_path)]) == 0
+    assert ran == seeds
+
+
+def test_the_jobs_of_a_plan_end_with_it_and_its_folder_is_removed(tmp_path):
+    for name in ("plan", "kept", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "kept" / KEPT).touch()
+    env = {name: {**os.environ, MARK: str(tmp_path / name)} for name in ("plan", "kept", "other")}
+    left = {name: subprocess.Popen(["sleep", "60"], env=env[name], start_new_session=True) for name in env}
+    try:
+        for name in ("plan", "kept"):
+            with ended_afterwards(tmp_path / name):
+                assert left[name].poll() is None
+            assert left[name].wait(10) == -signal.SIGKILL
+        assert left["other"].poll() is None
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "other"]
+    finally:
+        for process in left.values():
+            process.kill()
+            process.wait()
+
+
+def test_an_ended_launcher_is_never_found_again(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        processes = Processes([launcher.pid], tmp_path, "no-such-mark")
+        assert processes.find("launcher").pid == launcher.pid
+        launcher.kill()
+    assert processes.find("launcher") is None
 
 
 # -- shrinking
@@ -86,6 +148,16 @@ def test_a_plan_shrinks_to_what_makes_it_fail():
     assert found.attacks[0] == replace(KILL, since="start", ms=0)
     assert found.seed is None
     assert command_for(found.to_json()).startswith("make chaos PLAN='{")
+
+
+def test_a_flip_shrinks_with_its_guard_and_keeps_its_rank():
+    job = Job(workers=4, guard="heal", flip="flip:rank=2,step=3,target=weights")
+    smaller = [plan.job for plan in smaller_plans(Plan(job, (replace(KILL, victim="worker 0"),)))]
+
+    assert {(each.guard, each.flip) for each in smaller} == {(job.guard, job.flip), ("stop", "")}
+    assert {each.workers for each in smaller if each.flip} == {3, 4}
+    assert jobs.with_workers(job, 2).flip == "flip:rank=1,step=3,target=weights"
+    assert jobs.with_workers(Job(), 3) == Job(workers=3)
 
 
 def test_what_fails_once_of_three_times_is_not_taken_for_the_cause():
@@ -112,12 +184,12 @@ def cache(tmp_path, monkeypatch):
 def ended(code=0, said="", **more):
     samples = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
     report = {"outcome": "done", "samples": samples, "replicas": {"identical": True, "state_sha256": HASH}}
-    return Ended(code, said, 3.0, **{"report": report} | more)
+    return Ended(code, said, 3.0, **{"report": report, "events": [{"event": "RunStarted", "step": 0}]} | more)
 
 
 def verdict(cache: Path, first, resumed=None, attacks=(KILL,), landed=True, job=None, **more):
     plan = Plan(job or Job(workers=3), tuple(attacks), 1)
-    outcome = Outcome(plan, first, 4711, resumed, landed=[landed] * len(attacks), **more)
+    outcome = Outcome(plan, first, resumed, landed=[landed] * len(attacks), **more)
     return judge(outcome, cache).kind
 
 
@@ -164,12 +236,85 @@ def test_what_is_wrong_after_a_stop_is_found(cache):
     early = ended(events=[{"event": "RunStarted", "step": 2}])
     assert verdict(cache, ended(1, clear), early, [TERM], intact=4) == "lost checkpoint"
     assert verdict(cache, ended(1, clear), early, [TERM], intact=2) == "right"
+    assert verdict(cache, ended(1, clear), ended(events=[]), [TERM]) == "false success"
     assert verdict(cache, ended(), found=[Found("hang", "the second job")]) == "hang"
+
+
+def test_only_attacks_that_landed_excuse_a_stop(cache):
+    clear = "holdfast: stopped on request"
+    assert verdict(cache, ended(4, clear), ended(), [TERM], landed=False) == "stopped"
+    assert verdict(cache, ended(1, "error: no memory"), ended(), [LITTLE], landed=False) == "right", (
+        "it is there at once"
+    )
+    assert verdict(cache, ended(), None, [LITTLE], landed=False) == "missed"
+
+
+@pytest.mark.parametrize(
+    ("attack", "right", "wrong"),
+    [
+        (TERM, (4, 1, 93, -15), (2, -9, -11, 130)),
+        (replace(TERM, values={"signal": "SIGINT"}), (4, 130, -2), (-15,)),
+        (replace(TERM, victim="mpirun"), (1,), (-15, 130)),
+        (Attack("limit", "launcher", values={"limit": "cpu", "value": 1}), (-9, 1), (-11,)),
+        (Attack("limit", "worker 0", values={"limit": "cpu", "value": 1}), (1,), (-9,)),
+        (Attack("memory-oom"), (-9, 1), (-6,)),
+        (Attack("memory-oom", "worker 1"), (), (-9, 1)),
+        (Attack("limit-at-start", values={"limit": "nofile", "value": 8}), (1, 2), (4, 93, -11)),
+    ],
+)
+def test_a_launcher_ends_by_a_signal_only_where_something_can_kill_it(attack, right, wrong):
+    codes = allowed_codes(Job(), [attack])
+    assert codes.issuperset(right)
+    assert codes.isdisjoint(wrong)
+
+
+def test_the_second_launcher_is_judged(cache):
+    silence = Attack("net-silence", values={"lasts_s": 0, "way": "both", "saved": 0}, since="commit 3")
+
+    def second(code, *attacks, first=0, said="error: this node was cut off"):
+        return verdict(cache, ended(first, said, second=Second(4712, code)), ended(), attacks)
+
+    assert second(0) == second(0, silence) == second(1, silence) == "right"
+    assert second(1) == second(-11, silence) == second(2, silence) == "stopped"
+    assert second(1, silence, said="") == "no clear line"
+    assert second(1, TERM, first=4, said="stopped on request") == "right"
+    assert second(-15, KILL, first=0) == "stopped"
+    left = verdict(cache, ended(4, "stopped "), ended(said="error: x", second=Second(4712, 1)), [TERM])
+    assert left == "stopped", "the resumed run is not attacked"
+
+
+def test_a_checkpoint_that_is_lost_is_found(cache):
+    def run(*events, code=0):
+        found = [{"event": name, "step": step, "t_s": t_s} for t_s, (name, step) in enumerate(events)]
+        return ended(code, "error: lost", events=found)
+
+    begun, saved, restarted = ("RunStarted", 0), ("CheckpointSaved", 4), ("JobRestarted", -1)
+    assert verdict(cache, run(begun, saved, restarted, ("RunStarted", 4))) == "right"
+    assert verdict(cache, run(begun, saved, restarted, begun)) == "lost checkpoint"
+    assert verdict(cache, run(begun, restarted, begun, saved)) == "right"
+    assert verdict(cache, run(begun, saved, restarted, begun), None, [KILL, DAMAGE]) == "right"
+    stopped = run(begun, saved, code=1)
+    assert verdict(cache, stopped, ended(), [TERM]) == "lost checkpoint"
+    assert verdict(cache, stopped, run(("RunStarted", 4)), [TERM], intact=4) == "right"
+    assert verdict(cache, stopped, ended(), [TERM, DAMAGE]) == "right"
+
+
+def test_what_a_job_without_an_effective_attack_promises_is_checked(cache):
+    forward, ddp = Job(workers=3, strategy="forward"), Job(script="ddp")
+    assert verdict(cache, ended(**altered(samples={"lost": 7})), job=forward, landed=False) == "samples"
+    assert verdict(cache, ended(**altered(replicas={"state_sha256": "b"})), job=forward, landed=False) == "wrong hash"
+    assert verdict(cache, ended(said=f"state {HASH}"), job=ddp) == "right"
+    assert verdict(cache, ended(), job=ddp) == "false success"
+
+
+def test_the_hash_of_another_job_on_the_machine_is_checked(cache):
+    assert verdict(cache, ended(), others=[(Job(), HASH)]) == "right"
+    assert verdict(cache, ended(), others=[(Job(), "b" * 64)]) == "wrong hash"
 
 
 def test_a_plan_may_stop_where_too_many_workers_are_struck():
     def end(workers, *victims):
-        return allowed_end(Plan(Job(workers=workers), tuple(replace(KILL, victim=victim) for victim in victims)))
+        return max(allowed_ends(Job(workers=workers), [replace(KILL, victim=victim) for victim in victims]))
 
     assert end(2, "worker 0") == End.SURVIVES
     assert end(3, "worker 0", "watcher 2") == End.SURVIVES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import signal
@@ -125,8 +126,10 @@ def test_what_is_told_to_a_cable_happens_to_frames(uses_netem):
         asked = Asked(hosts)
         with inserted as cable:
             free_s = asked(10)
+            untouched = cable.struck()
             cable.set(Conditions(delay_s=0.05), Conditions(delay_s=0.05))
             late_s = asked(3)
+            struck = cable.struck()
             cable.silence(away=False)
             silent = asked(2)
             cable.silence(toward=False)
@@ -143,6 +146,8 @@ def test_what_is_told_to_a_cable_happens_to_frames(uses_netem):
     assert None not in (*free_s, *late_s, *again_s, *after_s)
     assert min(free_s) < 0.05
     assert min(late_s) >= 0.1
+    assert untouched == 0
+    assert struck >= 6, "three questions and their answers"
     assert silent == half_open == [None, None]
 
 
@@ -153,6 +158,24 @@ def test_each_node_has_its_own_command_and_report():
     same = ["python", "-m", "holdfast", "run", "--nnodes", "2", "--node-rank"]
     assert first == ["on", "0", *same, "0", "--rdzv", "url", "-n", "2", "--report", "there", "script.py"]
     assert second == ["on", "1", *same, "1", "--rdzv", "url", "-n", "2", "--report", "there-of-node-1", "script.py"]
+
+
+def test_the_second_launcher_is_known_by_its_pid_and_exit_code(tmp_path):
+    told = {"prefixes": [[], []], "options": [], "folder": str(tmp_path)}
+    code = 'import os, sys; print(os.getpid(), flush=True); sys.exit(3 if sys.argv[5] == "1" else 0)'
+    words = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told), *PYTHON, code, "run"]
+    assert two_nodes.read_second(tmp_path) is None
+
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+    deadline_s = time.monotonic() + 10
+    while (second := two_nodes.read_second(tmp_path)) is None or second.code is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert second.code == 3
+    assert str(second.pid) in said
+    (tmp_path / two_nodes.SECOND).write_text("47")
+    assert two_nodes.read_second(tmp_path) is None, "it could not be written completely"
 
 
 # ------------------------------------------------------------------------------------------------- clocks and disks
@@ -234,6 +257,7 @@ def test_only_below_their_folders_disks_are_slow_or_fail(tmp_path):
         ).stdout.split()
 
     first = written()
+    untouched = [disks.struck(name) for name in folders]
     disks.set("slow", write_s=0.2, sync_s=0.2)
     disks.set("failing", error=errno.EIO)
     second = written()
@@ -242,6 +266,9 @@ def test_only_below_their_folders_disks_are_slow_or_fail(tmp_path):
 
     assert first == written() == ["False"] * 4
     assert second == ["True", str(errno.EIO), "False", "False"]
+    assert disks.struck("slow") >= 2, "the write and fsync"
+    assert disks.struck("failing") >= 1
+    assert untouched == [0, 0]
 
 
 # --------------------------------------------------------------------------------------------------- control groups
@@ -262,24 +289,40 @@ def test_groups_are_created_where_a_version_permits_it(tmp_path):
 
 
 @pytest.fixture(params=["memory", "pids"])
-def group(request):
+def limited(request):
     if reason := cgroups.missing(request.param):
         pytest.skip(reason)
     with cgroups.ControlGroup(request.param, f"test-{os.getpid()}") as group:
-        yield group
+        yield request.param, group
     assert not group.path.exists()
 
 
-def test_the_kernel_enforces_the_limit_of_a_group_and_counts_it(group):
-    group.limit(64 << 20 if "memory" in str(group.path) else 2)
+def test_the_kernel_enforces_the_limit_of_a_group_and_counts_it(limited):
+    controller, group = limited
+    group.limit(64 << 20 if controller == "memory" else 2)
     code = "import os; data = bytearray(200 << 20); os.fork(); os.fork(); os.fork()"
     done = subprocess.run([*group.prefix(), *PYTHON, code], capture_output=True, check=False)
 
-    if "memory" in str(group.path):
+    if controller == "memory":
         assert done.returncode == -signal.SIGKILL
     else:
         assert b"Resource temporarily unavailable" in done.stderr
     assert group.struck() >= 1
+
+
+def test_a_controller_is_given_to_groups_below_and_taken_back_at_the_end(tmp_path, monkeypatch):
+    control = tmp_path / "cgroup.subtree_control"
+    control.write_text("pids\n")
+    ends = []
+    monkeypatch.setattr(cgroups.atexit, "register", lambda *call: ends.append(call))
+
+    cgroups.delegate(control, "pids")
+    assert not ends, "it had it"
+    cgroups.delegate(control, "memory")
+    assert control.read_text() == "+memory"
+    ((end, *arguments),) = ends
+    end(*arguments)
+    assert control.read_text() == "-memory\n"
 
 
 def test_what_is_left_in_a_group_ends_with_it():

@@ -83,6 +83,7 @@ class Running:
         processes: All processes of this job, and no other.
         began_s: When the launcher was started, on the monotonic clock.
         notes: What attacks did, for the account of the plan.
+        others: Other jobs on the machine that ended well, with the hashes of their ends, which are judged, too.
     """
 
     launch: Launch
@@ -90,6 +91,7 @@ class Running:
     processes: Processes
     began_s: float = field(default_factory=time.monotonic)
     notes: list[str] = field(default_factory=list)
+    others: list[tuple[Job, str]] = field(default_factory=list)
 
     def is_over(self) -> bool:
         """Whether the launcher has ended."""
@@ -148,6 +150,14 @@ class Kind:
     def end(self, attack: Attack, job: Job) -> End:
         """The worst end of the job that is right."""
         raise NotImplementedError
+
+    def acts_from_start(self, attack: Attack) -> bool:
+        """Whether the job is under attack by how it is started, whatever :meth:`strike` returns."""
+        return False
+
+    def codes(self, attack: Attack) -> frozenset[int]:
+        """Exit codes of a launcher that the attack itself ends, so that it can say nothing: -9 for SIGKILL."""
+        return frozenset()
 
     def also(self, rng: random.Random, attack: Attack, job: Job) -> tuple[Attack, ...]:
         """Draw what should happen after it, so that it has an effect: damage is found only by a job that resumes."""

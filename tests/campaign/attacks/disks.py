@@ -56,14 +56,13 @@ class DiskSlow(DiskKind):
         return self._draw(rng, where, write_ms=write_ms, sync_ms=sync_ms, lasts_s=rng.choice((1.0, 5.0)))
 
     def strike(self, attack: Attack, running: Running) -> bool:
-        if running.is_over():
-            return False
         disk, values = _BAD.get(running.launch), attack.values
+        before = disk.struck(values["where"])
         disk.set(values["where"], write_s=values["write_ms"] / 1000, sync_s=values["sync_ms"] / 1000)
         running.notes.append(f"{values['where']}: a write takes {values['write_ms']} ms, fsync {values['sync_ms']} ms")
         running.sleep(values["lasts_s"])
         disk.set(values["where"], write_s=0, sync_s=0)
-        return True
+        return disk.struck(values["where"]) > before
 
 
 class DiskFails(DiskKind):
@@ -81,15 +80,16 @@ class DiskFails(DiskKind):
         return End.MAY_STOP if attack.values["where"] == TEMPORARY else End.SURVIVES
 
     def strike(self, attack: Attack, running: Running) -> bool:
-        if running.is_over():
-            return False
-        disk = _BAD.get(running.launch)
-        disk.set(attack.values["where"], error=getattr(errno, attack.values["error"]))
+        disk, where = _BAD.get(running.launch), attack.values["where"]
+        before = disk.struck(where)
+        disk.set(where, error=getattr(errno, attack.values["error"]))
         running.notes.append(f"{attack.values['where']}: {attack.values['error']}")
         if lasts_s := attack.values["lasts_s"]:
             running.sleep(lasts_s)
-            disk.set(attack.values["where"], error=0)
-        return True
+            disk.set(where, error=0)
+        while not lasts_s and disk.struck(where) == before and running.sleep(0.02):
+            pass
+        return disk.struck(where) > before
 
     def repair(self, attack: Attack, launch: Launch) -> None:
         _BAD.get(launch).set(attack.values["where"], error=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ from campaign.plan import LAUNCHER, Attack, Job
 
 SIZE = "48m"
 """Size of a folder that can be full."""
+FILLER = ".filler"
 FOLDERS = ("saved", "t", "report")
 """Checkpoints, the temporary directory, the report."""
 
@@ -57,6 +59,11 @@ class Mounted(Folder):
             _call("mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", folder)
             launch.undo.enter_context(afterwards('umount --lazy "$1"', folder))
 
+    def repair(self, attack: Attack, launch: Launch) -> None:
+        folder = folder_of(attack, launch)
+        if os.path.ismount(folder) and os.statvfs(folder).f_flag & os.ST_RDONLY:
+            _call("mount", "-o", "remount,rw,bind", folder)
+
 
 class Full(Mounted):
     """The file system of a folder is full from some time on, or for a while."""
@@ -69,19 +76,32 @@ class Full(Mounted):
 
     def strike(self, attack: Attack, running: Running) -> bool:
         folder = folder_of(attack, running.launch)
-        filler = folder / ".filler"
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
+        if not _is_filled(folder / FILLER):
+            return False
         running.notes.append(f"{folder.name} is full")
         if attack.values["lasts_s"]:
             running.sleep(attack.values["lasts_s"])
-            filler.unlink(missing_ok=True)
         else:
             while running.sleep(1.0):
                 pass
-        filler.unlink(missing_ok=True)  # what the job leaves is looked at next
+        with contextlib.suppress(OSError):  # it is read-only meanwhile
+            (folder / FILLER).unlink(missing_ok=True)  # what the job leaves is looked at next
         return True
+
+    def repair(self, attack: Attack, launch: Launch) -> None:
+        super().repair(attack, launch)
+        (folder_of(attack, launch) / FILLER).unlink(missing_ok=True)
+
+
+def _is_filled(filler: Path) -> bool:
+    """Fill the file system of a file; return whether it is full."""
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    except OSError as error:
+        return error.errno == errno.ENOSPC  # else it is read-only, or its folder is removed
+    return True
 
 
 class ReadOnly(Mounted):
@@ -100,10 +120,6 @@ class ReadOnly(Mounted):
 
     def leaves_files(self, attack: Attack) -> bool:
         return bool(attack.values["folder"] == "t")
-
-    def repair(self, attack: Attack, launch: Launch) -> None:
-        if os.path.ismount(folder_of(attack, launch)):
-            _call("mount", "-o", "remount,rw,bind", folder_of(attack, launch))
 
 
 class Removed(Folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import signal
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -39,12 +40,24 @@ class StartLimit(Kind):
     def end(self, attack: Attack, job: Job) -> End:
         return End.REFUSES
 
+    def acts_from_start(self, attack: Attack) -> bool:
+        return True
+
+    def codes(self, attack: Attack) -> frozenset[int]:
+        """Without a stack, Python itself crashes before the launcher begins."""
+        return frozenset((-signal.SIGSEGV,)) if attack.values["limit"] == "stack" else frozenset()
+
     def prepare(self, attack: Attack, launch: Launch) -> None:
         launch.words[:0] = _prefix(attack)
 
     def strike(self, attack: Attack, running: Running) -> bool:
+        """Wait until a process of the job has the limit; it may have ended by it before that was seen."""
+        while not (has_it := any(_has(attack, process.pid) for process in running.processes.all())):
+            if not running.sleep(0.02):
+                break
         running.notes.append(f"{attack.values['limit']} limited to {attack.values['value']}")
-        return True
+        is_new = not _has(attack, os.getpid())  # the campaign has no limit, or another
+        return is_new and (has_it or running.process.returncode != 0)
 
     def repair(self, attack: Attack, launch: Launch) -> None:
         prefix = _prefix(attack)
@@ -73,6 +86,10 @@ class LaterLimit(Kind):
     def end(self, attack: Attack, job: Job) -> End:
         return End.MAY_STOP
 
+    def codes(self, attack: Attack) -> frozenset[int]:
+        is_ended = attack.role == LAUNCHER and attack.values["limit"] == "cpu"
+        return frozenset((-signal.SIGKILL, -signal.SIGXCPU)) if is_ended else frozenset()
+
     def strike(self, attack: Attack, running: Running) -> bool:
         process = running.processes.wait_for(attack.victim, running)
         if process is None:
@@ -89,6 +106,15 @@ class LaterLimit(Kind):
 
 def _prefix(attack: Attack) -> list[str]:
     return ["prlimit", f"--{attack.values['limit']}={attack.values['value']}"]
+
+
+def _has(attack: Attack, pid: int) -> bool:
+    """Whether a process has the limit of the attack."""
+    try:
+        soft, _ = resource.prlimit(pid, getattr(resource, f"RLIMIT_{attack.values['limit'].upper()}"))
+    except OSError:  # it has just ended
+        return False
+    return bool(soft == attack.values["value"])
 
 
 def _highest_file(pid: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,10 +54,14 @@ class OutOfMemory(Kind):
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         victim = rng.choice(["", *(f"{WORKER} {rank}" for rank in range(job.workers))])
-        return Attack(self.name, victim if job.fabric != "virtual" else "", **moment(rng, victim))
+        victim = victim if job.fabric != "virtual" else ""
+        return Attack(self.name, victim, **moment(rng, victim))
 
     def end(self, attack: Attack, job: Job) -> End:
         return End.SURVIVES if attack.victim else End.MAY_STOP
+
+    def codes(self, attack: Attack) -> frozenset[int]:
+        return frozenset() if attack.victim else frozenset((-signal.SIGKILL,))
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
         put_in_group(launch, "memory")
@@ -67,13 +72,17 @@ class OutOfMemory(Kind):
         if attack.victim and (victim is None or not _prefer(victim.pid)):
             return False
         before = group.struck()
-        with eating(group), contextlib.suppress(OSError):
-            group.limit(group.used() + ROOM)
-            while group.struck() == before and running.sleep(0.01):
-                pass
+        with eating(group) as eater:
+            with contextlib.suppress(OSError):
+                group.limit(group.used() + ROOM)
+                while group.struck() == before and running.sleep(0.01):
+                    pass
+            struck = group.struck() - before
+            if struck and eater.poll() is not None:  # the kernel ended what takes the memory instead
+                struck -= 1
         group.limit(None)
-        running.notes.append(f"the kernel ended {group.struck() - before} processes for memory")
-        return group.struck() > before
+        running.notes.append(f"the kernel ended {struck} processes for memory")
+        return struck > 0
 
     def simpler(self, attack: Attack) -> Iterable[Attack]:
         if not attack.victim:
@@ -81,7 +90,7 @@ class OutOfMemory(Kind):
 
 
 @contextlib.contextmanager
-def eating(group: ControlGroup):
+def eating(group: ControlGroup) -> Iterator[subprocess.Popen[bytes]]:
     """Have a process take memory in a group; it is too small for the kernel to choose it."""
     with subprocess.Popen([*group.prefix(), sys.executable, "-IS", "-c", EATER], stderr=subprocess.DEVNULL) as eater:
         try:
@@ -117,6 +126,12 @@ class LittleMemory(Kind):
     def end(self, attack: Attack, job: Job) -> End:
         return End.REFUSES
 
+    def acts_from_start(self, attack: Attack) -> bool:
+        return True
+
+    def codes(self, attack: Attack) -> frozenset[int]:
+        return frozenset((-signal.SIGKILL,))
+
     def prepare(self, attack: Attack, launch: Launch) -> None:
         put_in_group(launch, "memory").limit(attack.values["mb"] * MB)
 
@@ -148,22 +163,27 @@ class FewProcesses(Kind):
     def end(self, attack: Attack, job: Job) -> End:
         return End.REFUSES if attack.values["most"] or attack.since == "start" else End.MAY_STOP
 
+    def acts_from_start(self, attack: Attack) -> bool:
+        return bool(attack.values["most"])
+
     def prepare(self, attack: Attack, launch: Launch) -> None:
         group = put_in_group(launch, "pids")
         if attack.values["most"]:
             group.limit(attack.values["most"])
 
     def strike(self, attack: Attack, running: Running) -> bool:
-        group = _GROUPS["pids"].get(running.launch)
+        group, before = _GROUPS["pids"].get(running.launch), 0
         if attack.values["most"]:
             while group.struck() == 0 and running.sleep(0.05):
                 pass
         else:
+            before = group.struck()
             group.limit(max(1, group.used()))
             running.sleep(attack.values["lasts_s"])
             group.limit(None)
-        running.notes.append(f"{group.struck()} times no process could be started")
-        return group.struck() > 0
+        struck = group.struck() - before
+        running.notes.append(f"{struck} times no process could be started")
+        return struck > 0
 
     def repair(self, attack: Attack, launch: Launch) -> None:
         _GROUPS["pids"].get(launch).limit(None)

@@ -22,7 +22,7 @@ from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import Hosts
-from campaign.jobs import SPLIT
+from campaign.jobs import SPLIT, with_workers
 from campaign.plan import Attack, Job
 
 PORT = 29400
@@ -52,7 +52,7 @@ WORKERS = 3
 
 AGENT = """#!/bin/sh
 # As ssh, it reaches no host that is silent.
-[ -e "{silent}" ] && [ "$1" = "{second}" ] && sleep 1 && exit 255
+[ -e "{silent}" ] && [ "$1" = "{second}" ] && echo >> "{silent}-met" && sleep 1 && exit 255
 exec "{agent}" "$@"
 """
 
@@ -79,6 +79,11 @@ class Network:
             self.silent.unlink(missing_ok=True)
         there, free = Conditions(**conditions), Conditions()
         self.cable.set(there if way != "toward" else free, there if way != "away" else free)
+
+    def struck(self) -> int:
+        """How many frames, and starts on the second host, the conditions have met."""
+        met = self.silent.with_name(f"{self.silent.name}-met")
+        return self.cable.struck() + (met.stat().st_size if met.exists() else 0)
 
 
 _NETWORKS: Kept[Network] = Kept()
@@ -112,7 +117,7 @@ def _new_prefix() -> str:
 def _start_two_launchers(launch: Launch, network: Network) -> None:
     hosts = network.hosts
     options = ["--rdzv", f"holdfast://{hosts.address(1)}:{PORT}", *OPTIONS]
-    told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options}
+    told = {"prefixes": [hosts.inside(number) for number in (1, 2)], "options": options, "folder": str(launch.folder)}
     launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
 
 
@@ -150,7 +155,7 @@ class NetworkKind(Kind):
     def adjust(self, attack: Attack, job: Job) -> Job:
         """Two launchers have twice as many workers."""
         workers = min(job.workers, 2) if self._has_launchers else WORKERS
-        return replace(job, workers=workers, spares=0, respawn=False)
+        return replace(with_workers(job, workers), spares=0, respawn=False)
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
         network, is_new = _NETWORKS.make(launch, lambda: _make_network(launch))
@@ -165,12 +170,17 @@ class NetworkKind(Kind):
             return False
         network, values = _NETWORKS.get(running.launch), attack.values
         conditions = self._conditions(attack)
+        before = network.struck()
         network.set(values["way"], **conditions)
         running.notes.append(f"cable of node 1, {values['way']}: {conditions}")
-        if lasts_s := values["lasts_s"]:
-            running.sleep(lasts_s)
+        lasts_s = values["lasts_s"]
+        while not lasts_s and network.struck() == before and running.sleep(0.05):
+            pass
+        running.sleep(lasts_s)
+        struck = network.struck() - before
+        if lasts_s:
             network.set("both")
-        return True
+        return struck > 0
 
     def repair(self, attack: Attack, launch: Launch) -> None:
         _NETWORKS.get(launch).set("both")

@@ -15,6 +15,8 @@ HARMLESS = {"SIGCHLD", "SIGURG", "SIGWINCH", "SIGCONT"}
 """Ignored by default."""
 FREEZES = {"SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
 ALL = sorted({each.name for each in signal.Signals} - {"SIGCLD", "SIGPOLL", "SIGIOT"})
+INTERRUPTED = 130
+"""Exit code of a Python that Ctrl-C ends before the command has begun; a shell says nothing about it either."""
 THAWS_S = (0.0, 0.2, 1.0, 3.0)
 
 
@@ -46,6 +48,12 @@ class Signal(Kind):
             return End.MAY_STOP  # in a script this is KeyboardInterrupt, an error of the script like others
         # SIGTERM to mpirun itself ends the job; its death may, too.
         return End.MAY_STOP if attack.role == MPIRUN else End.SURVIVES
+
+    def codes(self, attack: Attack) -> frozenset[int]:
+        if attack.role != LAUNCHER:
+            return frozenset()
+        number = signal.Signals[attack.values["signal"]]
+        return frozenset((-number, INTERRUPTED) if number == signal.SIGINT else (-number,))
 
     def strike(self, attack: Attack, running: Running) -> bool:
         number = signal.Signals[attack.values["signal"]]

@@ -15,7 +15,7 @@ from campaign.attacks.mechanisms import two_nodes
 from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import EtcdCluster, find_etcd
-from campaign.jobs import SPLIT
+from campaign.jobs import SPLIT, with_workers
 from campaign.plan import Attack, Job
 
 SIZE = 3
@@ -44,7 +44,7 @@ class EtcdMembers(Kind):
 
     def adjust(self, attack: Attack, job: Job) -> Job:
         """Two launchers have twice as many workers."""
-        return replace(job, workers=min(job.workers, 2), spares=0, respawn=False)
+        return replace(with_workers(job, min(job.workers, 2)), spares=0, respawn=False)
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         values = {"count": rng.choice((1, 1, 2)), "kills": rng.random() < 0.5, "first": rng.randrange(SIZE)}
@@ -58,6 +58,7 @@ class EtcdMembers(Kind):
         store, is_new = _STORES.make(launch, lambda: _start(launch))
         if is_new:
             told = {"prefixes": [[], []], "options": ["--rdzv", store.url("a-job"), *OPTIONS]}
+            told["folder"] = str(launch.folder)
             launch.words[:0] = [sys.executable, "-IS", two_nodes.__file__, json.dumps(told)]
 
     def strike(self, attack: Attack, running: Running) -> bool:
@@ -68,6 +69,7 @@ class EtcdMembers(Kind):
         numbers = [number for number in numbers if number in store.pids()]  # another attack may have killed one
         for number in numbers:
             (store.kill if values["kills"] else store.pause)(number)
+        _note(running.launch, store)
         running.notes.append(f"etcd's members {numbers} {'killed' if values['kills'] else 'stopped'}")
         running.sleep(values["lasts_s"])
         for number in numbers:
@@ -86,6 +88,7 @@ def _start(launch: Launch) -> EtcdCluster:
     folder = launch.folder / "etcd"
     folder.mkdir()
     launch.undo.enter_context(afterwards('kill -KILL $(cat "$1")', folder / "pids"))
+    launch.undo.callback((folder / "pids").write_text, "")  # the members have ended then, and their PIDs may be others'
     store = launch.undo.enter_context(EtcdCluster(folder, SIZE))
     _note(launch, store)
     return store

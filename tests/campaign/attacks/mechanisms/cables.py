@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
-from campaign.attacks.mechanisms.frame_relay import Conditions, words_of
+from campaign.attacks.mechanisms.frame_relay import FREE, Conditions, words_of
 from campaign.attacks.mechanisms.shared import ip
 
 SILENT = Conditions(loss=1.0)
-FREE = Conditions()
 
 
 class Cable:
@@ -32,6 +34,7 @@ class Cable:
         self._switch = hosts.name(0)
         self._port, self._near, self._far = f"port{number}", f"near{number}", f"far{number}"
         self._relay = None
+        self._asking = threading.Lock()
         self.has_netem = uses_netem and self._netem(self._switch, self._port, Conditions(delay_s=1e-6))
 
     def __enter__(self):
@@ -52,17 +55,24 @@ class Cable:
                 ip("-n", self._switch, "link", "del", self._near)
 
     def set(self, away=FREE, toward=FREE):
-        """Change what happens to frames from the host and to frames to it; return how many frames came so far.
-
-        With ``netem`` frames are counted by the kernel: see :meth:`lost`.
-        """
+        """Change what happens to frames from the host and to frames to it."""
         if self.has_netem:
             assert self._netem(self._hosts.name(self._number), "eth0", away)
             assert self._netem(self._switch, self._port, toward)
-            return None
-        self._relay.stdin.write(words_of(away, toward))
-        self._relay.stdin.flush()
-        return self._relay.stdout.readline()
+        else:
+            self._ask(words_of(away, toward))
+
+    def struck(self):
+        """How many frames came under any condition; with ``netem``, since the present conditions were set."""
+        if not self.has_netem:
+            return self._ask("[]\n")["struck"]
+        return sum(map(_counted, ((self._hosts.name(self._number), "eth0"), (self._switch, self._port))))
+
+    def _ask(self, line):
+        with self._asking:
+            self._relay.stdin.write(line)
+            self._relay.stdin.flush()
+            return json.loads(self._relay.stdout.readline())
 
     def silence(self, *, away=True, toward=True):
         """Lose all frames of one direction, or of both; neither end can see that they are lost."""
@@ -101,3 +111,11 @@ class Cable:
             stdout=subprocess.PIPE,
             text=True,
         )
+
+
+def _counted(device):
+    """How many frames have come to the ``netem`` of a device, lost ones included; 0 if it has none."""
+    words = ["tc", "-s", "-n", device[0], "qdisc", "show", "dev", device[1]]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+    found = re.search(r"^qdisc netem .*?Sent \d+ bytes (\d+) pkt \(dropped (\d+)", said, re.MULTILINE | re.DOTALL)
+    return sum(map(int, found.groups())) if found else 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import threading
 from pathlib import Path
 
 from campaign.attacks.mechanisms.afterwards import afterwards
@@ -17,6 +19,9 @@ for _ in $(seq 300); do
 done
 """
 """A process that was killed counts until it has been waited for."""
+RESTORE = 'for _ in $(seq 100); do echo "-$2" > "$1" && exit; sleep 0.1; done'
+"""It is refused while a group below that gives it on still exists."""
+_DELEGATING = threading.Lock()
 V1 = {"memory": "memory.limit_in_bytes", "pids": "pids.max"}
 V2 = {"memory": "memory.max", "pids": "pids.max"}
 
@@ -73,10 +78,12 @@ class ControlGroup:
 
     def __enter__(self) -> ControlGroup:
         if self._limits is V2:
-            self._delegate()
+            delegate(self._home / "cgroup.subtree_control", self._controller)
         self.path.mkdir()
         self._removed = afterwards(REMOVE, self.path)
         self._removed.__enter__()
+        if self._controller == "memory" and (swap := self.path / "memory.swap.max").exists():
+            swap.write_text("0")  # what is above the limit would be swapped out instead
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +125,12 @@ class ControlGroup:
         name = "memory.oom_control" if self._limits is V1 else "memory.events"
         return int(re.search(r"^oom_kill (\d+)", (self.path / name).read_text(), re.MULTILINE)[1])
 
-    def _delegate(self) -> None:
-        control = self._home / "cgroup.subtree_control"
-        if self._controller not in control.read_text().split():
-            control.write_text(f"+{self._controller}")
+
+def delegate(control: Path, controller: str) -> None:
+    """Give a controller to the groups below, until the end of this process: others may use it at the same time."""
+    with _DELEGATING:
+        if controller not in control.read_text().split():
+            control.write_text(f"+{controller}")
+            restored = afterwards(RESTORE, control, controller)
+            restored.__enter__()
+            atexit.register(restored.__exit__, None, None, None)

@@ -4,8 +4,8 @@ For kernels without ``netem``. The process runs in the namespace that has both d
 
     python frame_relay.py DEVICE DEVICE SEED
 
-Each line of its standard input holds the :class:`Conditions` of both directions, ``[AWAY, TOWARD]``; it answers each
-with a line that counts frames. It ends when its standard input is closed, so that it never outlives its parent.
+Each line of its standard input holds the :class:`Conditions` of both directions, ``[AWAY, TOWARD]``, or ``[]``, which
+changes nothing; it answers each with a line that counts frames, those under any condition as struck. It ends when its standard input is closed, so that it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ class Conditions:
         return [*words, "limit", "100000"] if words else []
 
 
+FREE = Conditions()
+
+
 @dataclass(slots=True)
 class Direction:
     """Decides when frames arrive that go in one direction."""
@@ -101,7 +104,7 @@ class Relay:
         self._numbers = iter(range(sys.maxsize))
         self._buffer = bytearray(LARGEST)
         self._told = b""
-        self.seen = self.sent = 0
+        self.seen = self.sent = self.struck = 0
 
     def run(self) -> None:
         while True:
@@ -119,9 +122,9 @@ class Relay:
         data = os.read(self._control, 1 << 16)
         *lines, self._told = (self._told + data).split(b"\n")
         for line in lines:
-            for direction, told in zip(self._directions, json.loads(line), strict=True):
+            for direction, told in zip(self._directions, json.loads(line)):  # noqa: B905
                 direction.conditions = Conditions(**told)
-            print(json.dumps({"seen": self.seen, "sent": self.sent}), flush=True)
+            print(json.dumps({"seen": self.seen, "sent": self.sent, "struck": self.struck}), flush=True)
         return bool(data)
 
     def _take(self, source: socket.socket) -> None:
@@ -133,6 +136,7 @@ class Relay:
             except OSError:  # there are no more, or the device is down
                 return
             self.seen += 1
+            self.struck += direction.conditions != FREE
             now_s = time.monotonic()
             for at_s in direction.arrivals(size, now_s):
                 if at_s <= now_s and not self._waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import mmap
 import os
@@ -10,6 +11,8 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+
+from campaign.attacks.mechanisms.afterwards import afterwards
 
 COMPILER = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
 BILLION = 1_000_000_000
@@ -27,15 +30,20 @@ def compiled(name: str) -> Path:
 def _compiled(name: str) -> Path:
     assert COMPILER is not None
     source = Path(__file__).with_name(f"{name}.c")
-    library = Path(_folder().name) / f"{name}.so"
+    library = _folder() / f"{name}.so"
     command = [COMPILER, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", library, source, "-ldl"]
     subprocess.run(command, check=True, timeout=60)
     return library
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="preload-")
+def _folder() -> Path:
+    """A folder that is removed at the end of this process, also if it is killed."""
+    folder = tempfile.mkdtemp(prefix="preload-")
+    removed = afterwards('rm -r "$1"', folder)
+    removed.__enter__()
+    atexit.register(removed.__exit__, None, None, None)
+    return Path(folder)
 
 
 def preload(env: dict[str, str], name: str) -> None:
@@ -53,8 +61,12 @@ class Numbers:
             self._shared = mmap.mmap(file.fileno(), 8 * count)
 
     def set(self, *numbers: int) -> None:
-        """Replace all of them."""
-        self._shared[:] = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+        """Replace the first of them."""
+        self._shared[: 8 * len(numbers)] = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+
+    def get(self, at: int) -> int:
+        """Return one of them, which a process may have changed."""
+        return int.from_bytes(self._shared[8 * at : 8 * at + 8], "little", signed=True)
 
 
 class WallClock:
@@ -82,7 +94,7 @@ class BadDisks:
     """
 
     def __init__(self, path: Path, folders: dict[str, Path]) -> None:
-        self._shared = Numbers(path, 3 * MOST_FOLDERS)
+        self._shared = Numbers(path, 4 * MOST_FOLDERS)
         self._told = {name: {"write_s": 0.0, "sync_s": 0.0, "error": 0.0} for name in folders}
         where = ":".join(os.path.realpath(folder) for folder in folders.values())
         self.env = {"SLOW_DISK_FILE": str(path), "SLOW_DISK_FOLDERS": where}
@@ -93,4 +105,8 @@ class BadDisks:
         numbers = []
         for each in self._told.values():
             numbers += [round(each["write_s"] * BILLION), round(each["sync_s"] * BILLION), int(each["error"])]
-        self._shared.set(*numbers, *[0] * (3 * MOST_FOLDERS - len(numbers)))
+        self._shared.set(*numbers)
+
+    def struck(self, name: str) -> int:
+        """How many calls below a folder were delayed or failed."""
+        return self._shared.get(3 * MOST_FOLDERS + list(self._told).index(name))

@@ -2,7 +2,7 @@
  *
  * SLOW_DISK_FOLDERS names them, separated by colons; SLOW_DISK_FILE is a file of three numbers of eight bytes for each,
  * which can change meanwhile: nanoseconds that each write takes longer, nanoseconds that each fsync takes longer, and
- * the error with which both fail, 0 for none.
+ * the error with which both fail, 0 for none. After those of eight folders it holds, for each, how many calls were struck.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,20 +22,22 @@
 enum what { WRITE, SYNC, ERROR, NUMBERS };
 
 static volatile int64_t (*told)[NUMBERS];
+static volatile int64_t *struck;
 static char *folders[MOST_FOLDERS];
 static int num_folders;
 
 __attribute__((constructor)) static void open_told(void)
 {
     const char *path = getenv("SLOW_DISK_FILE"), *named = getenv("SLOW_DISK_FOLDERS");
-    int file = path && named ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    int file = path && named ? open(path, O_RDWR | O_CLOEXEC) : -1;
     if (file < 0)
         return;
-    void *there = mmap(NULL, MOST_FOLDERS * sizeof *told, PROT_READ, MAP_SHARED, file, 0);
+    void *there = mmap(NULL, MOST_FOLDERS * (sizeof *told + sizeof *struck), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
     if (there == MAP_FAILED)
         return;
     told = there;
+    struck = (int64_t *)there + MOST_FOLDERS * NUMBERS;
     char *rest = strdup(named);
     while (rest && num_folders < MOST_FOLDERS)
         folders[num_folders++] = strsep(&rest, ":");
@@ -60,6 +62,7 @@ static int strike(int file, enum what what)
         path[size < 0 ? 0 : size] = '\0';
         if (!is_below(path, folders[i]))
             continue;
+        __atomic_fetch_add(&struck[i], 1, __ATOMIC_RELAXED);
         struct timespec wait = {.tv_sec = wait_ns / 1000000000, .tv_nsec = wait_ns % 1000000000};
         nanosleep(&wait, NULL);
         errno = (int)error;

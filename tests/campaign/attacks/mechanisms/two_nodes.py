@@ -2,16 +2,44 @@
 
     python two_nodes.py OPTIONS COMMAND...
 
-OPTIONS is JSON: ``{"prefixes": [[...], [...]], "options": [...]}``, what comes before the command on each node, and what
-options of ``holdfast run`` are the same on both. The second node's launcher goes on without a parent, as on a machine of
-its own, and writes its report beside that of the first.
+OPTIONS is JSON: ``{"prefixes": [[...], [...]], "options": [...], "folder": PATH}``, what comes before the command on each
+node, what options of ``holdfast run`` are the same on both, and where to write the second launcher's PID and exit code.
+The second node's launcher does not end with the first, as on a machine of its own, and writes its report beside that of
+the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SECOND = "second-launcher"
+"""File of the second launcher's PID and, after its end, its exit code."""
+
+
+@dataclass(frozen=True)
+class Second:
+    """The second node's launcher; ``code`` is its exit code, None if it had to be killed."""
+
+    pid: int
+    code: int | None
+
+
+def read_second(folder: Path) -> Second | None:
+    """Return the second node's launcher, None if there is none."""
+    try:
+        text = (folder / SECOND).read_text()
+    except OSError:
+        return None
+    if not text.endswith("\n"):  # the plan permits only files that are smaller
+        return None
+    pid, code = (*map(int, text.split()), None)[:2]
+    assert pid is not None
+    return Second(pid, code)
 
 
 def words_of_node(node: int, prefix: list[str], options: list[str], command: list[str]) -> list[str]:
@@ -31,10 +59,22 @@ def main(told: str, *command: str) -> None:
     if os.fork() == 0:
         if os.fork() == 0:
             os.setsid()
-            os.execvp(second[0], second)  # noqa: S606
+            keep(second, Path(found["folder"]) / SECOND)
         os._exit(0)
     os.wait()
     os.execvp(first[0], first)  # noqa: S606
+
+
+def keep(words: list[str], path: Path) -> None:
+    """Run a command; write down its PID at once, and its exit code after its end."""
+    pid = os.fork()
+    if pid == 0:
+        os.execvp(words[0], words)  # noqa: S606
+    with contextlib.suppress(OSError):  # the plan may permit no files
+        path.write_text(f"{pid}\n")
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        path.write_text(f"{pid} {os.waitstatus_to_exitcode(status)}\n")
 
 
 if __name__ == "__main__":
