@@ -21,12 +21,12 @@ from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, our_name, run
 from holdfast.cli.status import status
-from holdfast.cli.system_errors import refusal
 from holdfast.cli.tables import need_command
 from holdfast.cli.top import top
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 from holdfast.report.formatting import clean
+from holdfast.system_errors import refusal
 
 app = typer.Typer(
     name="holdfast",
