@@ -20,6 +20,7 @@ from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, our_name, run
+from holdfast.cli.signals import raise_on_interrupt
 from holdfast.cli.status import status
 from holdfast.cli.tables import need_command
 from holdfast.cli.top import top
@@ -66,6 +67,8 @@ def options(
 ) -> None:
     """Options that all commands share."""
     need_command(context)
+    if context.invoked_subcommand != "run":  # which has nothing to undo before it launches a job
+        raise_on_interrupt()
 
 
 def main(args: Sequence[str]) -> NoReturn:
