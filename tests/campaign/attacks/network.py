@@ -248,6 +248,10 @@ class AgentStruck(NetworkKind):
         """Without it no worker starts on the second host."""
         return End.REFUSES
 
+    def leaves_files(self, attack: Attack) -> bool:
+        """Here it becomes Open MPI's daemon, which leaves its directory on its host if it is killed."""
+        return bool(attack.values["signal"] == "SIGKILL")
+
     def strike(self, attack: Attack, running: Running) -> bool:
         process = running.processes.wait_for(AGENT, running)
         if process is None or not process.send(signal.Signals[attack.values["signal"]]):
