@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import End
-from campaign.attacks.signals import INTERRUPTED
 from campaign.plan import WATCHER, WORKER, Attack, Job
 from campaign.runner import Ended, Outcome, name_of_code
+from holdfast.cli.signals import INTERRUPTED, NO_JOB
 
 RIGHT, MISSED = "right", "missed"
 NOT_JUDGED = "not judged"
@@ -41,6 +42,8 @@ CODES: dict[End, frozenset[int]] = {
 """Exit codes, other than 0, with which a job may end; of several attacks, those of each."""
 HARM = frozenset(("damage", "removed", "disk-full", "disk-read-only", "disk-error"))
 """Attacks after which a checkpoint that was complete may be gone, or unreadable."""
+_OURS = re.compile(r'/holdfast/\S+", line \d+, in (?!<module>)')
+"""A function of Holdfast in a traceback."""
 MANY_DEATHS = 3
 """So many deaths may hit the same slice: then the job stops, and names its samples."""
 
@@ -109,6 +112,10 @@ def _of_run(ended: Ended, which: str, allowed: frozenset[int], *, is_last: bool,
         ended.files and not may_leave and (ended.code >= 0 or is_last)
     ):  # what a killed launcher left is removed by the next one
         return Verdict("left-overs", f"{end}: {', '.join(ended.files)}")
+    if _ended_in_python(ended):
+        return None
+    if (ended.code == INTERRUPTED) != (NO_JOB in ended.said.splitlines()):
+        return Verdict("no clear line", f"{end}: {ended.said[-1500:]}")
     if "Traceback (most recent call last)" in ended.said:
         return Verdict("traceback", f"{end}: {_excerpt(ended.said, 'Traceback')}")
     if ended.code == 0:
@@ -120,6 +127,12 @@ def _of_run(ended: Ended, which: str, allowed: frozenset[int], *, is_last: bool,
     if ended.code > 0 and ended.code != INTERRUPTED and not _CLEAR.search(ended.said):
         return Verdict("no clear line", f"{end}: {ended.said[-1500:]}")
     return None
+
+
+def _ended_in_python(ended: Ended) -> bool:
+    """Whether Ctrl-C ended the launcher while it was nothing but Python that starts, or imports the package itself."""
+    is_start = ended.code == -signal.SIGINT or "Fatal Python error: init_import_site" in ended.said
+    return is_start and "KeyboardInterrupt" in ended.said and not _OURS.search(ended.said)
 
 
 def _of_second_launcher(ended: Ended, job: Job, acted: Sequence[Attack]) -> Verdict | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 WORKER, WATCHER = "worker", "watcher"
 LAUNCHER, MPIRUN, FORK_SERVER = "launcher", "mpirun", "fork server"
+AGENT = "agent"
+"""What reaches another host, as ssh does."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class Attack:
 
     Args:
         kind: Name of a :class:`campaign.attacks.base.Kind`.
-        victim: What is attacked: "worker 1", "watcher 1", "launcher", "mpirun", "fork server", or "" for the job.
+        victim: What is attacked: "worker 1", "watcher 1", "launcher", "mpirun", "fork server", "agent", or "" for
+            the job.
         since: From when the time counts: "start" of the launcher; "exists": the victim exists; "commit 3": that many
-            steps are committed.
+            steps are committed; "landed": the attack before it in the plan has struck; of the first, the launcher's start.
         ms: Milliseconds after that. If the victim does not exist yet, it is attacked as soon as it does.
         values: What else the kind needs, as JSON values.
     """
@@ -77,7 +80,8 @@ class Attack:
 
     def __str__(self) -> str:
         values = "".join(f" {name}={value}" for name, value in self.values.items())
-        at = f"{self.ms:g} ms after {self.since}" if self.since != "exists" else f"{self.ms:g} ms old"
+        since = "the attack before" if self.since == "landed" else self.since
+        at = f"{self.ms:g} ms old" if since == "exists" else f"{self.ms:g} ms after {since}"
         return f"{self.kind}{values} to {self.victim or 'the job'} {at}"
 
 

@@ -129,7 +129,9 @@ def _attacked(plan: Plan, launch: Launch) -> Outcome:
     flips = ("--inject", plan.job.flip) if plan.job.flip else ()
     limit_s = jobs.deadline_s(plan.job, plan.attacks)
     with started(plan, launch, launch.report, *flips) as running:
-        threads = [Striker(attack, running) for attack in plan.attacks]
+        threads: list[Striker] = []
+        for attack in plan.attacks:
+            threads.append(Striker(attack, running, threads[-1] if threads else None))
         for thread in threads:
             thread.start()
         first = end_of(running, launch.report, limit_s, threads)
@@ -227,11 +229,11 @@ def newest_intact(checkpoints: str) -> int | None:
 
 
 class Striker(threading.Thread):
-    """Waits for the time of an attack, and attacks."""
+    """Waits for the time of an attack, and attacks; ``before`` is the striker of the attack before it in the plan."""
 
-    def __init__(self, attack: Attack, running: Running) -> None:
+    def __init__(self, attack: Attack, running: Running, before: Striker | None = None) -> None:
         super().__init__(name=str(attack), daemon=True)
-        self.attack, self.running = attack, running
+        self.attack, self.running, self.before = attack, running, before
         self.landed = False
         self.found: Found | None = None
         self.error: BaseException | None = None
@@ -252,6 +254,9 @@ class Striker(threading.Thread):
         if word == "exists" and running.processes.wait_for(attack.victim, running) is None:
             return False
         while word == "commit" and running.commits() < int(count):
+            if not running.sleep(0.01):
+                return False
+        while word == "landed" and self.before is not None and self.before.is_alive():
             if not running.sleep(0.01):
                 return False
         since_s = running.began_s if word == "start" else time.monotonic()

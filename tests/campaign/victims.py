@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from campaign.plan import FORK_SERVER, LAUNCHER, MPIRUN, WATCHER, WORKER
+from campaign.plan import AGENT, FORK_SERVER, LAUNCHER, MPIRUN, WATCHER, WORKER
 from holdfast.debug.stacks import last_stack, stack_path
 from holdfast.launch.processes import Process, WatchedWorker, children_of, name_of
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MARK = "CAMPAIGN_JOB"
 """Variable of the environment by which the processes of a job are known."""
+AGENTS = "agents"
+"""File in the folder of a plan, with the PIDs of agents."""
 LEARNS_S = 0.003
 """How often a victim that does not exist yet is looked for."""
 
@@ -55,6 +57,8 @@ class Processes:
         below = [pid for launcher in self.launchers for pid in children_of(launcher)]
         if role == MPIRUN:
             return next((Process.of(pid) for pid in below if name_of(pid) in ("mpirun", "prterun")), None)
+        if role == AGENT:
+            return self._newest_agent()
         if role == FORK_SERVER:
             return next((Process.of(pid) for pid in below if "holdfast.launch.fork_server" in command_of(pid)), None)
         msg = f"no process of a job is called {victim!r}"
@@ -73,6 +77,13 @@ class Processes:
                 found = pair.worker if role == WORKER else pair.watcher
                 return found if found.is_alive() else None
         return None
+
+    def _newest_agent(self) -> Process | None:
+        """The last agent that was started and has not ended; each writes its PID into a file beside ``TMPDIR``."""
+        path = self._temporary.parent / AGENTS
+        written = {int(word) for word in path.read_text().split()} if path.exists() else set()
+        living = [process for process in self.all() if process.pid in written]
+        return max(living, key=lambda process: process.started, default=None)
 
     def _files(self, name: str) -> list[Path]:
         """Files of this job's launchers, from their run directories."""

@@ -90,10 +90,10 @@ def test_a_node_that_never_comes_is_named_and_the_launcher_is_shown_meanwhile(tm
         assert run.wait_for("waiting for node 1:")
         shown = holdfast("status", env=env)
         run.process.send_signal(signal.SIGINT)
-        assert run.end() == 1
+        assert run.end() == 130
         assert run.is_as_before()
 
     assert shown.returncode == 0
     assert "waiting for node 1: rendezvous, 1 of 2 nodes" in shown.stdout
-    assert run.text.rstrip().endswith("stopped")
+    assert run.text.rstrip().endswith("holdfast: interrupted before the job began")
     assert not list(Path(tmp_path).glob("holdfast-*"))

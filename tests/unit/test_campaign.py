@@ -3,21 +3,24 @@
 import os
 import signal
 import subprocess
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from campaign import command, jobs
 from campaign.attacks import KINDS
-from campaign.attacks.base import End, Found
+from campaign.attacks.base import End, Found, Kind
 from campaign.attacks.mechanisms.two_nodes import Second
 from campaign.command import command_for, main
 from campaign.draw import draw, what_lacks
 from campaign.judge import allowed_codes, allowed_ends, judge
 from campaign.plan import Attack, Job, Plan
 from campaign.results import Result, Results, summary
-from campaign.runner import KEPT, Ended, Outcome, ended_afterwards
+from campaign.runner import KEPT, Ended, Outcome, Striker, ended_afterwards
 from campaign.shrink import fails_again, shrink, smaller_plans
 from campaign.victims import MARK, Processes
 
@@ -35,12 +38,15 @@ def test_a_plan_is_its_seed_and_is_read_back_from_its_json():
     assert [Plan.from_json(plan.to_json()) for plan in plans] == plans
     assert "\n" not in plans[0].to_json()
     assert "'" not in "".join(plan.to_json() for plan in plans), "the command quotes it with apostrophes"
-    assert {each.kind for plan in plans for each in plan.attacks} == set(KINDS)
     assert {plan.job.fabric for plan in plans} == {"gloo", "ulfm", "virtual"}
     assert {plan.job.strategy for plan in plans} == {"rollback", "restart", "reinit", "partial", "forward"}
     assert {plan.job.script for plan in plans} == {"session", "prepared", "ddp"}
     assert any(plan.job.guard == "heal" and plan.job.flip for plan in plans)
     assert all(len(plan.attacks) >= 1 for plan in plans)
+
+
+def test_every_kind_is_drawn():
+    assert {each.kind for seed in range(3000) for each in draw(seed).attacks} == set(KINDS)
 
 
 def test_attacks_come_from_the_first_millisecond_on():
@@ -310,6 +316,67 @@ def test_what_a_job_without_an_effective_attack_promises_is_checked(cache):
 def test_the_hash_of_another_job_on_the_machine_is_checked(cache):
     assert verdict(cache, ended(), others=[(Job(), HASH)]) == "right"
     assert verdict(cache, ended(), others=[(Job(), "b" * 64)]) == "wrong hash"
+
+
+def test_ctrl_c_before_the_job_is_one_line_with_its_own_exit_code(cache):
+    interrupt = replace(TERM, values={"signal": "SIGINT"})
+    line = "holdfast: interrupted before the job began"
+    in_python = (
+        'Traceback (most recent call last)\n  File "/src/holdfast/__init__.py", line 9, in <module>\nKeyboardInterrupt'
+    )
+
+    assert verdict(cache, ended(130, line), ended(), [interrupt]) == "right"
+    assert verdict(cache, ended(130), ended(), [interrupt]) == "no clear line"
+    assert verdict(cache, ended(1, line), ended(), [interrupt]) == "no clear line"
+    assert verdict(cache, ended(-2, in_python), ended(), [interrupt]) == "right"
+    assert verdict(cache, ended(-2, in_python.replace("<module>", "main")), ended(), [interrupt]) == "traceback"
+    assert verdict(cache, ended(1, in_python), ended(), [interrupt]) == "traceback"
+
+
+def test_an_attack_may_wait_until_the_one_before_has_struck(tmp_path):
+    order, gate = [], threading.Event()
+
+    class Slow(Kind):
+        def strike(self, attack, running):
+            gate.wait(10)
+            order.append("first")
+            return True
+
+    class Next(Kind):
+        def strike(self, attack, running):
+            order.append("second")
+            return True
+
+    running = SimpleNamespace(began_s=time.monotonic(), sleep=lambda seconds: time.sleep(seconds) or True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "slow", Slow())
+        patch.setitem(KINDS, "next", Next())
+        first = Striker(Attack("slow"), running)
+        second = Striker(Attack("next", since="landed"), running, first)
+        first.start()
+        second.start()
+        time.sleep(0.05)
+        assert order == []
+        gate.set()
+        second.join(10)
+
+    assert order == ["first", "second"]
+
+
+def test_damage_waits_for_a_file_that_is_there(tmp_path):
+    attack = Attack("damage", values={"how": "remove", "file": "data", "at": 0.5, "newest": 0})
+    checkpoint, notes = tmp_path / "step-4", []
+    steps = iter([checkpoint.mkdir, (checkpoint / "manifest.json").touch, (checkpoint / "data").touch])
+
+    def go_on(seconds):
+        next(steps)()
+        return True
+
+    running = SimpleNamespace(launch=SimpleNamespace(checkpoints=str(tmp_path)), sleep=go_on, notes=notes)
+
+    assert KINDS["damage"].strike(attack, running)
+    assert notes == ["remove of step-4/data"]
+    assert not (checkpoint / "data").exists()
 
 
 def test_a_plan_may_stop_where_too_many_workers_are_struck():

@@ -4,11 +4,17 @@ import errno
 import os
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 from jobs import holdfast as run_command
 
-from holdfast.cli.system_errors import refusal
+from holdfast.config import Settings
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.launch import worker
+from holdfast.launch.run_paths import RunPaths
+from holdfast.system_errors import refusal
+from holdfast.temporary import TemporaryFolder
 
 
 def refused(number, name=None):
@@ -38,6 +44,46 @@ def test_a_full_disk_is_named_with_its_file():
 )
 def test_other_errors_are_none_of_these(error):
     assert refusal(error) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "said"),
+    [
+        (errno.ENOSPC, ConfigError, "No space left on device; free space there, or set TMPDIR to another directory"),
+        (errno.ENOMEM, OSError, "Cannot allocate memory"),
+        (errno.EMFILE, OSError, "Too many open files"),
+    ],
+)
+def test_a_folder_of_a_run_blames_space_only_where_a_limit_is_not_the_cause(monkeypatch, number, kind, said):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(TemporaryFolder, "make", refuse)
+    with pytest.raises(kind) as raised:
+        RunPaths.make(None)
+    assert str(raised.value).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (errno.ENOSPC, 2, "free space there, or set TMPDIR to another directory"),
+        (errno.ENOMEM, 1, "Cannot allocate memory"),
+    ],
+)
+def test_a_worker_blames_space_only_where_a_limit_is_not_the_cause(monkeypatch, number, code, said):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(worker, "note_pair", refuse)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises(HoldfastError) as raised:
+        worker._show_life(Settings(run_dir="/run"), 0)
+
+    failed = worker.describe(raised.value, Path("train.py"))
+    assert failed.message == f"cannot write to /run: {os.strerror(number)}" + (f"; {said}" if code == 2 else "")
+    assert failed.message.endswith(said)
+    assert (failed.exit_code, failed.traceback, failed.is_bug) == (code, "", False)
 
 
 def test_a_command_that_may_open_no_file_ends_with_one_line(tmp_path, monkeypatch):

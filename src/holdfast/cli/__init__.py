@@ -21,7 +21,7 @@ __all__ = ["app", "exit_code_of", "main"]
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved, 93 failed for good."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved, 93 failed for good, 130 interrupted."""
     words = list(sys.argv[1:] if args is None else args)
     if words[:1] == ["--version"] or words[:2] == ["--debug", "--version"]:
         from holdfast import __version__
@@ -31,9 +31,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         from holdfast.cli.help_text import HELP
 
         _answer(HELP)
-    from holdfast.cli.app import main as run_command
+    from holdfast.cli.signals import NO_JOB, ended_by_interrupt
 
-    run_command(words)
+    is_run = words[: 2 if words[:1] == ["--debug"] else 1][-1:] == ["run"]
+    with ended_by_interrupt(NO_JOB if is_run else "holdfast: interrupted"):
+        from holdfast.cli.app import main as run_command
+
+        run_command(words)
 
 
 def _answer(text: str) -> NoReturn:

@@ -20,13 +20,14 @@ from holdfast.cli.given import GroupedCommand
 from holdfast.cli.lab import COMMANDS, CommandGroup, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import RunCommand, our_name, run
+from holdfast.cli.signals import raise_on_interrupt
 from holdfast.cli.status import status
-from holdfast.cli.system_errors import refusal
 from holdfast.cli.tables import need_command
 from holdfast.cli.top import top
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 from holdfast.report.formatting import clean
+from holdfast.system_errors import refusal
 
 app = typer.Typer(
     name="holdfast",
@@ -66,6 +67,8 @@ def options(
 ) -> None:
     """Options that all commands share."""
     need_command(context)
+    if context.invoked_subcommand != "run":  # which has nothing to undo before it launches a job
+        raise_on_interrupt()
 
 
 def main(args: Sequence[str]) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from holdfast.cli.given import GroupedCommand, show_all, takes
-from holdfast.cli.signals import sigterm_as_interrupt
+from holdfast.cli.signals import INTERRUPTED, NO_JOB, Terminated, sigterm_as_interrupt, uninterrupted
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import MAX_RESPAWNS, Job
@@ -119,13 +119,17 @@ def run(
     try:
         with sigterm_as_interrupt():
             outcome = launch(job, make_view(sys.stderr if asked.as_json else sys.stdout))
-    except KeyboardInterrupt:  # before the job begins, which handles signals itself
-        print("stopped", file=sys.stderr)
+    except Terminated:  # before the job begins, which handles signals itself
+        print("holdfast: stopped before the job began", file=sys.stderr)
         return 1
-    report_dir = job.report_dir if outcome.is_reported else None
-    if asked.baseline is not None and report_dir is not None and outcome.report["outcome"] == "done":
-        _add_cost(outcome.report, report_dir, asked.baseline)
-    _show(outcome, report_dir, as_json=asked.as_json)
+    except KeyboardInterrupt:
+        print(NO_JOB, file=sys.stderr)
+        return INTERRUPTED
+    with uninterrupted():
+        report_dir = job.report_dir if outcome.is_reported else None
+        if asked.baseline is not None and report_dir is not None and outcome.report["outcome"] == "done":
+            _add_cost(outcome.report, report_dir, asked.baseline)
+        _show(outcome, report_dir, as_json=asked.as_json)
     return outcome.exit_code
 
 

@@ -7,10 +7,11 @@ thread makes blocking calls, one at a time. The heartbeat detector is off. ``MPI
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -66,9 +67,28 @@ def _load_mpi() -> Any:
         raise ConfigError("the ulfm fabric needs mpi4py and Open MPI 5: pip install 'holdfast[mpi]'") from error
     mpi4py.rc.finalize = False
     mpi4py.rc.thread_level = "multiple"  # a session and a torch.distributed group may each have a thread
-    from mpi4py import MPI
+    with _session_in_run_folder():
+        from mpi4py import MPI
 
     return MPI
+
+
+@contextlib.contextmanager
+def _session_in_run_folder() -> Iterator[None]:
+    """Have MPI_Init put its session directory into the run folder, which the launcher removes, and not into ``TMPDIR``.
+
+    It has one of its own only if mpirun, whose directory it would use, has just been killed.
+    """
+    run_dir, given = os.environ.get("HOLDFAST_RUN_DIR"), os.environ.get("TMPDIR")
+    if run_dir:
+        os.environ["TMPDIR"] = run_dir
+    try:
+        yield
+    finally:
+        if run_dir and given is None:
+            del os.environ["TMPDIR"]
+        elif run_dir and given is not None:
+            os.environ["TMPDIR"] = given
 
 
 class UlfmCommunicator(FixedMembership, SingleRankCommunicator):

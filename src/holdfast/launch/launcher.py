@@ -35,7 +35,7 @@ from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.sizes import size_in_bytes
-from holdfast.launch.stopping import StopProcedure
+from holdfast.launch.stopping import StopProcedure, restored_handlers
 from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import read_run
@@ -100,6 +100,7 @@ class Launcher:
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
         """Create the parts of a run, and register with ``undo`` how to undo each, even if a later one raises."""
         job = self._job
+        undo.enter_context(restored_handlers())  # last of all: nothing else is left half done
         undo.callback(self._view.close)
         undo.callback((earlier := find_leftovers(job)).close)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
@@ -143,7 +144,6 @@ class Launcher:
         self._elastic = ElasticWorkers(run, self._bus)
         self._killer = RandomKiller(run, self._bus)
         self._stopping = StopProcedure(run, self._bus)
-        undo.callback(self._stopping.close)
         self._stopping.install_handlers()
         self._node_faults = NodeFaults(run, self._bus, self._plan)
         undo.callback(self._node_faults.close)

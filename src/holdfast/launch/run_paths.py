@@ -12,6 +12,7 @@ from typing import Self
 
 from holdfast.errors import ConfigError
 from holdfast.launch.processes import this_node
+from holdfast.system_errors import is_limit
 from holdfast.temporary import TemporaryFolder, is_missing, sweep
 
 _PREFIX = "holdfast-"
@@ -107,6 +108,8 @@ def _make(parent: Path) -> TemporaryFolder:
     try:
         return TemporaryFolder.make(f"{_PREFIX}{os.getpid()}-", parent)
     except OSError as error:
+        if is_limit(error):
+            raise
         raise ConfigError(
             f"cannot create a directory for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another directory"
         ) from error

@@ -6,8 +6,8 @@ import contextlib
 import math
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import JobAttempt
@@ -20,6 +20,23 @@ _TOGETHER_S = 1.0
 """Launchers that are asked to stop within this time stop the job as a whole."""
 _LEAST_PATIENCE_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _handled() -> list[signal.Signals]:
+    """Return the signals to handle; nohup ignores SIGHUP, and a thread handles none."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return [number for number in _SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def restored_handlers() -> Iterator[None]:
+    """Restore the present handlers of the signals that stop a job at the end of the context."""
+    before = {number: signal.getsignal(number) for number in _handled()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopProcedure:
@@ -36,21 +53,13 @@ class StopProcedure:
         self._notified = False
         self._reached: set[int] = set()
         self._lost_store_by_s: float | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
 
     # -- requests
 
     def install_handlers(self) -> None:
-        """Treat signals to this process as requests to stop, until :meth:`close`."""
-        if threading.current_thread() is threading.main_thread():
-            # nohup ignores SIGHUP
-            wanted = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in wanted}
-
-    def close(self) -> None:
-        """Restore the previous signal handlers."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        """Treat signals to this process as requests to stop, until :func:`restored_handlers` ends."""
+        for number in _handled():
+            signal.signal(number, self._on_signal)
 
     def request(self) -> None:
         """Request that the job stops; a second request is no more urgent."""

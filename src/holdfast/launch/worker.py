@@ -44,6 +44,7 @@ from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
 from holdfast.start_rank import mpi_rank
+from holdfast.system_errors import is_limit, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -204,6 +205,8 @@ def _show_life(settings: Settings, rank: int) -> None:
         show_life(beacon_path(run_dir, rank), settings.pulse_every_s)
         write_stacks_on_signal(stack_path(run_dir, rank))
     except OSError as error:
+        if is_limit(error):
+            raise HoldfastError(f"cannot write to {run_dir}: {refusal(error)}") from error
         raise ConfigError(
             f"cannot write to {run_dir}: {error.strerror}; free space there, or set TMPDIR to another directory"
         ) from error
@@ -347,11 +350,9 @@ def _exit_in_time(exit_code: int) -> None:
     if limit_s:
         # what the handlers were to do is not done, so a script that had succeeded has failed
         line = f"holdfast: exit handlers have not ended within {limit_s:g} s; the process ends without them\n"
-        ending = threading.Thread(
-            target=_end_after, args=(limit_s, line, exit_code or 1), name="holdfast-exit", daemon=True
-        )
-        with contextlib.suppress(RuntimeError):  # the system refuses a thread; then the handlers have no limit here
-            ending.start()
+        args = (limit_s, line, exit_code or 1)
+        with contextlib.suppress(RuntimeError, MemoryError):  # no thread is to be had: the handlers have no limit here
+            threading.Thread(target=_end_after, args=args, name="holdfast-exit", daemon=True).start()
 
 
 def _end_after(limit_s: float, line: str, exit_code: int) -> None:

@@ -17,6 +17,7 @@ MODULES = (
     "network",
     "object_storage",
     "stores",
+    "exporter",
 )
 """The families, each a module with ``KINDS``."""
 

@@ -142,43 +142,52 @@ class Damage(Kind):
 
     name = "damage"
     weight = 2.0
+    takes = "checkpoints"
 
     def suits(self, job: Job) -> bool:
-        return bool(job.every)
+        return bool(job.every) and job.script != "ddp"  # which saves nothing
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         how = rng.choice(("flip", "flip", "cut", "remove", "empty"))
         values = {"how": how, "file": rng.choice(("manifest", "data")), "at": round(rng.random(), 3)}
         values["newest"] = rng.choice((0, 0, 1))
-        return Attack(self.name, values=values, since=f"commit {rng.randint(3, 12)}", ms=round(rng.uniform(0, 80), 1))
+        commit = rng.randint(job.every, 12)  # before the first checkpoint there is nothing to damage
+        return Attack(self.name, values=values, since=f"commit {commit}", ms=round(rng.uniform(0, 80), 1))
 
     def also(self, rng: random.Random, attack: Attack, job: Job) -> tuple[Attack, ...]:
         """Mostly the launcher dies afterwards, so that the damage is met."""
         if rng.random() < 0.3:
             return ()
         name = rng.choice(("SIGKILL", "SIGKILL", "SIGTERM"))
-        ms = round(attack.ms + rng.uniform(0, 300), 1)
-        return (Attack("signal", LAUNCHER, attack.since, ms, {"signal": name}),)
+        return (Attack("signal", LAUNCHER, "landed", round(rng.uniform(0, 300), 1), {"signal": name}),)
 
     def end(self, attack: Attack, job: Job) -> End:
         return End.SURVIVES
 
     def strike(self, attack: Attack, running: Running) -> bool:
-        number = attack.values["newest"]
-        while len(complete := sorted(Path(running.launch.checkpoints).glob("step-*/manifest.json"))) <= number:
+        while not (damaged := _damage_one(attack, Path(running.launch.checkpoints))):
             if not running.sleep(0.01):
                 return False
-        manifest = complete[-1 - number]
-        files = sorted(path for path in manifest.parent.rglob("*") if path.is_file() and path != manifest)
-        if attack.values["file"] == "data" and not files:
-            return False
-        path = manifest if attack.values["file"] == "manifest" else files[int(attack.values["at"] * len(files))]
-        try:
-            _damage(path, attack.values["how"], attack.values["at"])
-        except OSError:  # the job has just removed it
-            return False
-        running.notes.append(f"{attack.values['how']} of {manifest.parent.name}/{path.name}")
+        running.notes.append(f"{attack.values['how']} of {damaged}")
         return True
+
+
+def _damage_one(attack: Attack, checkpoints: Path) -> str:
+    """Damage the file of the attack, and return its name; "" if it is not there yet, or was just removed by the job."""
+    number, at = attack.values["newest"], attack.values["at"]
+    complete = sorted(checkpoints.glob("step-*/manifest.json"))
+    if len(complete) <= number:
+        return ""
+    manifest = complete[-1 - number]
+    files = [manifest]
+    if attack.values["file"] == "data":
+        files = sorted(path for path in manifest.parent.rglob("*") if path.is_file() and path != manifest)
+    try:
+        path = files[int(at * len(files))]
+        _damage(path, attack.values["how"], at)
+    except (IndexError, OSError):
+        return ""
+    return f"{manifest.parent.name}/{path.name}"
 
 
 def _damage(path: Path, how: str, at: float) -> None:

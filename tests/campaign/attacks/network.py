@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -23,7 +24,8 @@ from campaign.attacks.mechanisms.frame_relay import Conditions
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import Hosts
 from campaign.jobs import SPLIT, with_workers
-from campaign.plan import Attack, Job
+from campaign.plan import AGENT, Attack, Job
+from campaign.victims import AGENTS
 
 PORT = 29400
 STRATEGIES = ("rollback", "restart", "forward")
@@ -50,8 +52,9 @@ WORKERS = 3
 """Of a job of ``--hosts``: two on the first host, one on the second."""
 
 
-AGENT = """#!/bin/sh
+AGENT_SCRIPT = """#!/bin/sh
 # As ssh, it reaches no host that is silent.
+echo $$ >> "{agents}"
 [ -e "{silent}" ] && [ "$1" = "{second}" ] && echo >> "{silent}-met" && sleep 1 && exit 255
 exec "{agent}" "$@"
 """
@@ -124,7 +127,9 @@ def _start_two_launchers(launch: Launch, network: Network) -> None:
 def _start_on_hosts(launch: Launch, network: Network) -> None:
     hosts, agent, inner = network.hosts, launch.folder / "agent.sh", launch.folder / "agent-of-hosts.sh"
     hosts.write_agent(inner)
-    agent.write_text(AGENT.format(silent=network.silent, second=hosts.address(2), agent=inner))
+    agent.write_text(
+        AGENT_SCRIPT.format(agents=launch.folder / AGENTS, silent=network.silent, second=hosts.address(2), agent=inner)
+    )
     agent.chmod(0o755)
     launch.words[:0] = hosts.inside(1)
     launch.options += ["--hosts", f"{hosts.address(1)}:2,{hosts.address(2)}:1"]
@@ -206,7 +211,7 @@ class NetworkKind(Kind):
 class Disturbed(NetworkKind):
     """Frames arrive late, not at all, in another order, twice, or not many at a time."""
 
-    weight = 1.2
+    weight = 0.3
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return self._draw(rng, degree=rng.randrange(len(MILD[self._what])), lasts_s=rng.choice((0, 2.0, 5.0)))
@@ -226,7 +231,7 @@ class Disturbed(NetworkKind):
 class Silent(NetworkKind):
     """No frame arrives, in one direction or both: the first machine goes on without the second if it lasts."""
 
-    weight = 4.0
+    weight = 1.2
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return self._draw(rng, lasts_s=rng.choice((0, 0, 0.5, 2.0, 8.0)))
@@ -239,8 +244,44 @@ class Silent(NetworkKind):
         return {"loss": 1.0}
 
 
-KINDS: tuple[Kind, ...] = tuple(
-    kind
-    for prefix in ("net", "hosts")
-    for kind in (*(Disturbed(prefix, what) for what in MILD), Silent(prefix, "silence"))
+class AgentStruck(NetworkKind):
+    """A signal to the process that reaches the second host."""
+
+    weight = 0.6
+
+    def draw(self, rng: random.Random, job: Job) -> Attack:
+        number = rng.choice(("SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"))
+        values = {"signal": number} | ({"thaw_s": rng.choice((0.2, 1.0, 3.0))} if number == "SIGSTOP" else {})
+        return Attack(self.name, AGENT, values=values, since="exists", ms=round(rng.uniform(1, 1500), 1))
+
+    def end(self, attack: Attack, job: Job) -> End:
+        """Without it no worker starts on the second host."""
+        return End.REFUSES
+
+    def leaves_files(self, attack: Attack) -> bool:
+        """Here it becomes Open MPI's daemon, which leaves its directory on its host if it is killed."""
+        return bool(attack.values["signal"] == "SIGKILL")
+
+    def strike(self, attack: Attack, running: Running) -> bool:
+        process = running.processes.wait_for(AGENT, running)
+        if process is None or not process.send(signal.Signals[attack.values["signal"]]):
+            return False
+        running.notes.append(f"{attack.values['signal']} to the agent, PID {process.pid}")
+        if thaw_s := attack.values.get("thaw_s"):
+            running.sleep(thaw_s)
+            process.send(signal.SIGCONT)
+        return True
+
+    def simpler(self, attack: Attack) -> Iterable[Attack]:
+        if attack.values["signal"] != "SIGKILL":
+            yield replace(attack, values={"signal": "SIGKILL"})
+
+
+KINDS: tuple[Kind, ...] = (
+    AgentStruck("hosts", "agent"),
+    *(
+        kind
+        for prefix in ("net", "hosts")
+        for kind in (*(Disturbed(prefix, what) for what in MILD), Silent(prefix, "silence"))
+    ),
 )

@@ -9,14 +9,13 @@ from dataclasses import replace
 
 from campaign.attacks.base import End, Kind, Running, moment
 from campaign.plan import FORK_SERVER, LAUNCHER, MPIRUN, WATCHER, WORKER, Attack, Job
+from holdfast.cli.signals import INTERRUPTED
 
 OFTEN = ("SIGKILL",) * 8 + ("SIGSTOP",) * 4 + ("SIGTERM",) * 3 + ("SIGINT",) * 2
 HARMLESS = {"SIGCHLD", "SIGURG", "SIGWINCH", "SIGCONT"}
 """Ignored by default."""
 FREEZES = {"SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
 ALL = sorted({each.name for each in signal.Signals} - {"SIGCLD", "SIGPOLL", "SIGIOT"})
-INTERRUPTED = 130
-"""Exit code of a Python that Ctrl-C ends before the command has begun; a shell says nothing about it either."""
 THAWS_S = (0.0, 0.2, 1.0, 3.0)
 
 

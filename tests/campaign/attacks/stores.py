@@ -28,7 +28,7 @@ class EtcdMembers(Kind):
     """One member of three, which is survived, or two, without which nothing can be agreed on."""
 
     name = "etcd-members"
-    weight = 2.0
+    weight = 0.7
     takes = "nodes"
 
     def missing(self) -> str:

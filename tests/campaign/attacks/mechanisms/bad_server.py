@@ -45,6 +45,8 @@ class BadServer:
         self.mode, self.delay_s = Mode.WORKS, 0.0
         self.struck = 0
         """Connections that were delayed, reset, refused or left waiting."""
+        self.turn = threading.Lock()
+        """Held while an attack has changed the mode."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._is_over = False

@@ -1,4 +1,4 @@
-"""One line for an error with which the system refuses a command what it needs: files, memory, processes, space."""
+"""One line for an error with which the system refuses a process what it needs: files, memory, processes, space."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def refusal(error: BaseException) -> str:
     said, kind, cure = _REFUSED[error.errno]
     limit = resource.getrlimit(kind)[0]
     return what if limit == resource.RLIM_INFINITY else f"{what}: {said.format(limit)}; {cure}"
+
+
+def is_limit(error: OSError) -> bool:
+    """Return whether a limit of this process is the likely cause, as opposed to the place that it wrote to."""
+    return error.errno in _REFUSED
