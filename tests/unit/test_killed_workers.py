@@ -212,7 +212,6 @@ def test_without_another_thread_it_is_left_to_the_watcher(tmp_path, reports, mon
 
         killed.process.kill()
         killed.process.wait()
-        time.sleep(SURELY_S)
 
     assert reports == {}
 
