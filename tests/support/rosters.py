@@ -155,9 +155,11 @@ class Explored:
         seed: Seed of the generator.
         patience: Maximum number of turns.
         counts: Whether the store counts votes itself, and shows members its decisions only.
+        slow: Name of a seat that mostly waits while another one can run.
     """
 
-    def __init__(self, seed, patience=2000, counts=False):
+    def __init__(self, seed, patience=2000, counts=False, slow=None):
+        self.slow = slow
         self.tally = Tally() if counts else None
         self.rng = random.Random(seed)
         self.log, self.items = [], {}
@@ -237,6 +239,8 @@ class Explored:
             self.broken = (
                 self.broken or f"no thread can run, or none comes to an end: {list(self._seats)}, {self.items}"
             )
+        if self.slow in able and len(able) > 1 and self.rng.random() < 0.98:
+            able.remove(self.slow)
         self._turn = self.rng.choice(able) if able else None
         self._lock.notify_all()
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rosters import Explored, Seen, check, draw_parts, play
+from rosters import Explored, Part, Seen, check, draw_parts, play
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
 from holdfast.membership import Roster
@@ -18,10 +18,10 @@ WORLD = (0, 1, 2, 3)
 KINDS = ("members count", "store counts", "relays")
 
 
-def explore(seed, suspects=0, parts=None, kind="members count"):
+def explore(seed, suspects=0, parts=None, kind="members count", slow=None):
     """One play over an explored store; a launcher tells of the deaths, and is wrong about some of the living."""
     parts = draw_parts(seed, len(WORLD)) if parts is None else parts
-    store, seen = Explored(seed, counts=kind != "members count", patience=4000), Seen()
+    store, seen = Explored(seed, counts=kind != "members count", patience=4000, slow=slow), Seen()
     suspected = random.Random(seed).sample(WORLD[:-1], suspects)
     launcher = store.seat("launcher")
     told = set()
@@ -64,6 +64,15 @@ def test_who_is_taken_for_dead_and_lives_is_voted_out_and_never_decides_otherwis
     explore(seed, suspects, kind=kind)
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
+def test_a_slow_member_that_leaves_is_not_waited_for_and_leaves_in_order(seed, kind):
+    refusals = frozenset((generation, 1) for generation in range(5))
+    parts = [Part(0, leaves_in=0, refuses=frozenset({(0, 1)})), *(Part(rank, refuses=refusals) for rank in (1, 2, 3))]
+
+    assert explore(seed, parts=parts, kind=kind, slow=0).ends[0] == "left"
+
+
 @given(members=st.frozensets(st.integers(0, 40)))
 def test_members_come_back_as_they_went(members):
     assert decode_members(encode_members(members)) == tuple(sorted(members))
@@ -100,7 +109,7 @@ def test_a_roster_that_decides_by_what_it_sees_is_found_out(monkeypatch):
         self.store.put(f"{prefix}{self.rank}", json.dumps({"act": vote.act, "flag": vote.flag}))
         decided = self.store.wait(lambda: self.store.get(key) or self._conclude(prefix, vote.act))
         self.store.put(key, decided)  # whatever the others have written
-        return decided
+        return self.generation + (vote.act == "shrink"), decided
 
     monkeypatch.setattr(Roster, "_decide", decide_alone)
 
@@ -175,7 +184,7 @@ def test_check_tells_of_a_death_and_of_a_revocation_until_the_next_generation(se
         first.check()
 
     seats[0].put("g/1/members", "[0, 1, 2]")
-    first._enter(1)
+    first._enter(1, "[0, 1, 2]")
     first.check()
     seats[0].put("dead/2", "killed")
     with pytest.raises(PeerFailed, match=r"workers \[2\] are dead"):
@@ -214,6 +223,83 @@ def test_keys_of_generations_that_are_over_are_removed_and_a_member_that_slept_i
     seats[1]._learn(len(seats[1].world.log))
     with pytest.raises(VotedOut, match=r"worker 1 was voted out: generation 20 is \[0\]"):
         sleeper.agree(True)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("shrinks", [1, 2, 3, 4])
+def test_a_member_that_sleeps_while_it_leaves_leaves_quietly_however_far_the_others_are(counts, shrinks):
+    store = Explored(0, counts=counts)
+    store.yield_ = lambda name: None
+    seats = [store.seat(rank) for rank in range(2)]
+    leaver, lively = Roster(seats[1], 1, [0, 1]), Roster(seats[0], 0, [0, 1])
+    wait = seats[1].wait
+
+    def sleep(ready, timeout_s=None):
+        for _ in range(shrinks):
+            lively.shrink()
+        seats[1]._learn(len(store.log))
+        return wait(ready)
+
+    seats[1].wait = sleep
+    leaver.shrink(leaves=True)
+
+    assert leaver.members == lively.members == (0,)
+    assert leaver.generation in (1, shrinks)
+
+
+def newcomer_alone():
+    """Members 0 and 1 of a store that counts are dead; member 2, admitted in generation 1, is in generation 5."""
+    store = Explored(0, counts=True)
+    store.yield_ = lambda name: None
+    seats = [store.seat(rank) for rank in range(3)]
+    first, sleeper, newcomer = Roster(seats[0], 0, [0, 1]), Roster(seats[1], 1, [0, 1]), Roster(seats[2], 2, None)
+    seats[0].put("dead/1", "it seemed so")
+    seats[2].put("join/2", json.dumps({"loop": 0}))
+    first.shrink(admits=0)
+    seats[2]._learn(len(store.log))
+    assert newcomer.join(0)
+    seats[0].put("dead/0", "killed")
+    seats[2]._learn(len(store.log))
+    for _ in range(4):
+        newcomer.shrink()
+    assert (newcomer.generation, newcomer.members) == (5, (2,))
+    return store, sleeper
+
+
+@pytest.mark.parametrize("act", [lambda roster: roster.shrink(), lambda roster: roster.agree(True)])
+def test_a_sleeper_of_the_first_generation_decides_nothing_again_once_all_of_it_are_dead(act):
+    store, sleeper = newcomer_alone()
+
+    with pytest.raises(VotedOut, match=r"generation 5 is \[2\]"):
+        act(sleeper)
+
+    assert "g/1/members" not in store.items
+    assert "g/0/act/1/decision" not in store.items
+
+
+def test_a_newcomer_that_was_admitted_reported_dead_and_forgotten_stops_and_revokes_nothing():
+    store = Explored(0, counts=True)
+    store.yield_ = lambda name: None
+    seats = [store.seat(rank) for rank in range(3)]
+    first = Roster(seats[0], 0, [0])
+    wait = seats[2].wait
+
+    def sleep(ready, timeout_s=None):
+        if seats[2].get("g/0/revoked") is not None and first.generation == 0:
+            seats[0]._learn(len(store.log))
+            first.shrink(admits=0)
+            assert first.members == (0, 2)
+            seats[0].put("dead/2", "it seemed so")
+            for _ in range(4):
+                first.shrink()
+            seats[2]._learn(len(store.log))
+        return wait(ready, timeout_s)
+
+    seats[2].wait = sleep
+    with pytest.raises(VotedOut, match=r"worker 2 was reported dead before it joined \(it seemed so\)"):
+        Roster(seats[2], 2, None).join_at_once()
+
+    assert [key for key in store.items if key.endswith("/revoked")] == ["g/0/revoked"]
 
 
 def test_members_that_are_not_at_the_same_point_are_a_bug_and_say_so(seats):

@@ -245,7 +245,13 @@ class Tally:
     def _is_complete(self, act: _Act, members: frozenset[int]) -> bool:
         if len(act.votes) + len(self._dead) < len(members):
             return False  # most votes end here, without a look at every member
-        return members - self._dead <= act.votes.keys()
+        return members - self._dead <= act.votes.keys() and not self._is_over(act.key)
+
+    def _is_over(self, key: VoteKey) -> bool:
+        """Return whether an act has been decided and may have been removed since: then no late vote decides it again."""
+        if key.gathers:
+            return False
+        return any(scope == key.scope and number > key.generation for scope, number in self._members)
 
     def _decision(self, act: _Act, members: frozenset[int]) -> tuple[str, str]:
         if act.key.gathers:

@@ -67,11 +67,13 @@ class Roster:
         self._seen = -1
         if first_members is not None:
             store.create("g/0/members", encode_members(first_members))
-            self._enter(0)
+            beginning = store.wait(lambda: store.get("g/0/members"))
+            assert beginning is not None
+            self._enter(0, beginning)
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; False also if a member is dead. Uniform."""
-        decided = self._decide(RosterVote(act="agree", flag=flag), self._next_act() + "decision")
+        _, decided = self._decide(RosterVote(act="agree", flag=flag), self._next_act() + "decision")
         value = bool(json.loads(decided))
         self.heard = Agreement(self.act, value)
         return value
@@ -82,8 +84,9 @@ class Roster:
         Members that leave are excluded, unless all would leave: then none is.
         """
         self._next_act()
-        self._decide(RosterVote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
-        self._enter(self.generation + 1, leaves=leaves)
+        vote = RosterVote(act="shrink", admits=admits, leaves=leaves)
+        generation, members = self._decide(vote, self._members_key(self.generation + 1))
+        self._enter(generation, members, leaves=leaves)
         if self.members[:1] == (self.rank,):
             self._forget(self.generation - 2)
 
@@ -125,23 +128,30 @@ class Roster:
     def join(self, loop: int, is_late: Callable[[], bool] = lambda: False) -> bool:
         """Wait to be admitted to a training loop, until ``is_late`` (which reads the store); return whether admitted."""
         self.store.put(f"join/{self.rank}", json.dumps({"loop": loop}))
-        generation = self.store.wait(lambda: self._my_generation() or (0 if is_late() else None))
+
+        def is_over() -> bool | None:
+            if self._my_generation() is not None or is_late():
+                return True
+            self._check_reported()
+            return None
+
+        self.store.wait(is_over)
         self.store.delete(f"join/{self.rank}")
-        if not generation and not (generation := self._my_generation()):  # admitted in the meantime
+        if (mine := self._my_generation()) is None:  # looked up again: admitted in the meantime
             return False
-        self._enter(generation)
+        self._enter(*mine)
         return True
 
     def join_at_once(self) -> None:
         """Join the job, whose members admit newcomers in every shrink: make them shrink, and wait until admitted."""
         self.store.put(f"join/{self.rank}", json.dumps({"loop": 0}))
         revoked = -1
-        while not (generation := self._my_generation()):
+        while (mine := self._my_generation()) is None:
             newest = self._newest_after(revoked)
             self.store.create(f"g/{newest}/revoked", str(self.rank))  # an earlier shrink may have missed the request
             revoked = newest
         self.store.delete(f"join/{self.rank}")
-        self._enter(generation)
+        self._enter(*mine)
 
     # -- acts
 
@@ -173,8 +183,11 @@ class Roster:
         self.act += 1
         return f"g/{self.generation}/act/{self.act}/"
 
-    def _decide(self, vote: RosterVote, key: str) -> str:
-        """Vote, and return the text of the decision."""
+    def _decide(self, vote: RosterVote, key: str) -> tuple[int, str]:
+        """Vote, and return the generation after the act and the text of the decision.
+
+        A member that leaves is not waited for: it may get a later generation and the text of its members instead.
+        """
         prefix = f"g/{self.generation}/act/{self.act}/"
         self.store.post(f"{prefix}{self.rank}", vote.encode())
 
@@ -185,15 +198,17 @@ class Roster:
                 return decided
             return "" if self._newer() else self._conclude(prefix, vote.act)
 
-        while (decided := self.store.get(key)) is None:
+        while True:
             proposal = self.store.wait(look)
             assert proposal is not None
-            if self.store.get(key) is not None:
-                continue  # the store or another member has created it
-            if newer := self._newer():  # a decision of this act has been removed by now
-                self._stop(*newer)
+            decided = self.store.get(key)  # before a look at generations: the decision counts if it came before them
+            if newer := self._newer():
+                if vote.leaves or key == self._members_key(newer[0]):
+                    return newer
+                self._stop(*newer)  # the decision may have been removed by now
+            if decided is not None:  # the store or another member has created it
+                return self.generation, decided
             self.store.create(key, proposal)
-        return decided
 
     def _conclude(self, prefix: str, act: str) -> str | None:
         """Return the decision that follows from the votes, None while a vote is missing, or where the store counts."""
@@ -218,23 +233,30 @@ class Roster:
     def _members_key(generation: int) -> str:
         return f"g/{generation}/members"
 
-    def _my_generation(self) -> int | None:
-        """Return the newest generation that includes this newcomer."""
-        return max((number for number, members in self._generations() if self.rank in members), default=None)
+    def _my_generation(self) -> tuple[int, str] | None:
+        """Return the newest generation that includes this newcomer, and the text of its members."""
+        return max((each for each in self._generations() if self.rank in decode_members(each[1])), default=None)
 
     def _newest_after(self, generation: int) -> int:
         """Wait for a generation after this one, and return the newest."""
 
         def newest() -> int | None:
+            self._check_reported()
             return max((number for number, _ in self._generations() if number > generation), default=None)
 
         found = self.store.wait(newest)
         assert found is not None
         return found
 
-    def _generations(self) -> list[tuple[int, tuple[int, ...]]]:
+    def _check_reported(self) -> None:
+        """Raise ``VotedOut`` if this newcomer is reported dead: the members admit it no more, or have gone on without it."""
+        if (why := self.store.get(f"dead/{self.rank}")) is not None:
+            raise VotedOut(f"worker {self.rank} was reported dead before it joined ({why:.200}), and must stop")
+
+    def _generations(self) -> list[tuple[int, str]]:
+        """Return the numbers of the generations that are known, and the texts of their members."""
         known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
-        return [(int(key.partition("/")[0]), decode_members(members)) for key, members in known.items()]
+        return [(int(key.partition("/")[0]), members) for key, members in known.items()]
 
     def _forget(self, generation: int) -> None:
         """Remove the keys of a generation that no member is in; of the first one, its members stay.
@@ -246,25 +268,25 @@ class Roster:
         is_whole = generation > 0 and self.store.decides_once
         self.store.delete(f"g/{generation}/" if is_whole else f"g/{generation}/act/")
 
-    def _newer(self) -> tuple[int, tuple[int, ...]] | None:
-        """Return the next generation and its members, or the newest if that was removed; None if there is none."""
+    def _newer(self) -> tuple[int, str] | None:
+        """Return the next generation and the text of its members, or the newest if that was removed; None if there is none."""
         following = self.generation + 1
         if members := self.store.get(self._members_key(following)):
-            return following, decode_members(members)
+            return following, members
         newest = max(self._generations(), default=None) if self.store.decides_once else None
         return None if newest is None or newest[0] < following else newest
 
-    def _enter(self, generation: int, *, leaves: bool = False) -> None:
-        members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
-        assert members is not None
+    def _enter(self, generation: int, members: str, *, leaves: bool = False) -> None:
+        """Enter a generation; ``members`` is the text that was decided, which may have been removed from the store since."""
         self.members = decode_members(members)
         self.generation, self.act, self._seen, self.heard = generation, 0, -1, Agreement()
         if not self._has_member(self.rank) and not leaves:
-            self._stop(generation, self.members)
+            self._stop(generation, members)
 
-    def _stop(self, generation: int, members: Sequence[int]) -> NoReturn:
+    def _stop(self, generation: int, members: str) -> NoReturn:
+        continued = describe_members(decode_members(members))
         raise VotedOut(
-            f"worker {self.rank} was voted out: generation {generation} is [{describe_members(members)}]; it was cut off, or too slow to answer, and must stop"
+            f"worker {self.rank} was voted out: generation {generation} is [{continued}]; it was cut off, or too slow to answer, and must stop"
         )
 
 
