@@ -81,11 +81,34 @@ def test_a_token_that_all_have_is_used_and_not_sent(monkeypatch, group, kind):
     assert [each.token for each in joined] == ["a token of all processes"] * 2
     assert said
     assert not any("a token of all" in value for value in said)
+    with pytest.raises(ConfigError, match="this process has HOLDFAST_TOKEN in its environment, and rank 0 has not"):
+        joined[1]._token_of("a token that rank 0 has drawn")
     monkeypatch.delenv("HOLDFAST_TOKEN")
     with pytest.raises(ConfigError, match="rank 0 has HOLDFAST_TOKEN in its environment, and this process has not"):
         joined[1]._token_of("")
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(kind._leave, joined))
+
+
+@pytest.mark.parametrize("kind", [JoinedGroup, SurvivingGroup])
+def test_a_token_that_is_not_that_of_rank_0_is_refused_at_once(monkeypatch, group, kind):
+    monkeypatch.setattr(joining, "START_S", 4.0)
+    monkeypatch.setenv("HOLDFAST_TOKEN", "a token of rank 0")
+    said = []
+    ranks = [dataclasses.replace(group, rank=rank, size=2) for rank in range(2)]
+    monkeypatch.setattr(joining, "_open_rendezvous", lambda its: Overheard(open_rendezvous(its), said))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(kind, ranks[0])
+        ends_s = time.monotonic() + 20
+        while not any("127.0.0.1:" in each for each in said):  # rank 0 has read its token, and says where its hub is
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+        monkeypatch.setenv("HOLDFAST_TOKEN", "another token")
+        with pytest.raises(ConfigError, match="HOLDFAST_TOKEN in the environment of rank 1 is not that of all ranks"):
+            kind(ranks[1])
+        assert not first.done(), "it was not refused at once"
+        with pytest.raises(StoreLost, match="did not join"):
+            first.result()
 
 
 open_rendezvous = joining._open_rendezvous

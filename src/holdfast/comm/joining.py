@@ -38,6 +38,7 @@ from typing import Any
 from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
+from holdfast.membership.authentication import WRONG_TOKEN
 from holdfast.phases import Phase
 
 START_S = Phase.JOINING.value.fixed_s
@@ -199,6 +200,10 @@ class JoinedGroup:
             try:
                 return open_store(f"holdfast://{self._hub_address.address}/{self._part}", self._hub_address.token)
             except (StoreLost, ConfigError) as error:
+                if WRONG_TOKEN in str(error) and self._hub_address.token == os.environ.get(_GIVEN):
+                    raise ConfigError(
+                        f"the {_GIVEN} in the environment of rank {group.rank} is not that of all ranks: set it to the same in all"
+                    ) from error
                 if time.monotonic() > self._ends_s:
                     raise StoreLost(f"rank 0 cannot be reached: {error}") from error
                 time.sleep(_RETRY_S)
@@ -215,8 +220,13 @@ class JoinedGroup:
 
     @staticmethod
     def _token_of(told: str) -> str:
-        """Return the token that rank 0 uses; raise ``ConfigError`` if it has one that this process lacks."""
-        if token := told or os.environ.get(_GIVEN):
+        """Return the token that rank 0 uses; raise ``ConfigError`` if one of them has one in its environment alone."""
+        own = os.environ.get(_GIVEN, "")
+        if told and own:
+            raise ConfigError(
+                f"this process has {_GIVEN} in its environment, and rank 0 has not: set it to the same in all, or in none"
+            )
+        if token := told or own:
             return token
         raise ConfigError(
             f"rank 0 has {_GIVEN} in its environment, and this process has not: set it to the same in all"
