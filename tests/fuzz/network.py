@@ -85,10 +85,10 @@ def _introduction(name: str) -> bytes:
 
 
 def read_stream(data: bytes) -> None:
-    """What a newcomer reads of a stream of state: with the first byte odd, with a right MAC."""
+    """What a newcomer reads of a stream of state: with the first byte odd, with right MACs."""
     if data[:1] and data[0] % 2:
-        said = data[9:]
-        data = b"\1" + data[1:9] + said + StreamSecrets(_KEY).next_mac(said)
+        length, said, secrets = data[1:9], data[9:], StreamSecrets(_KEY)
+        data = b"\1" + length + secrets.next_mac(length) + said + secrets.next_mac(said)
     giver, newcomer = socket.socketpair()
     with giver, newcomer:
         giver.setblocking(False)

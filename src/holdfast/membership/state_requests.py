@@ -31,9 +31,9 @@ class StreamSecrets:
         self._key = keyed_hash(key, b"headers of the sender")
         self._number = 0
 
-    def next_mac(self, header: bytes) -> bytes:
-        """Return the MAC of the next header."""
-        mac = keyed_hash(self._key, self._number.to_bytes(8, "big") + header)
+    def next_mac(self, said: bytes | bytearray) -> bytes:
+        """Return the MAC of the next length of a header, or of the header itself: the two alternate."""
+        mac = keyed_hash(self._key, self._number.to_bytes(8, "big") + said)
         self._number += 1
         return mac
 

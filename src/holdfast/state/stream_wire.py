@@ -1,7 +1,8 @@
 """Messages of a stream of state over a TCP connection: a header as JSON with its MAC, and the bytes of tensors.
 
 A connection begins with a proof that the newcomer knows the token. The MACs prove the same of the sender, and that no
-header was changed, repeated or left out. The bytes of tensors carry no digests: when a newcomer is admitted, everything
+header was changed, repeated or left out. The length of a header has a MAC of its own, so that no program without the token
+determines how much is read. The bytes of tensors carry no digests: when a newcomer is admitted, everything
 that it has is compared with the state of the members.
 """
 
@@ -30,7 +31,8 @@ _MOST_HEADER_BYTES = 1 << 28
 def send_message(connection: socket.socket, header: dict[str, Any], body: LiveBytes, secrets: StreamSecrets) -> None:
     """Send a message; raise ``OSError`` if the connection has ended."""
     said = json.dumps(header).encode()
-    connection.sendall(_LENGTH.pack(len(said)) + said + secrets.next_mac(said))
+    length = _LENGTH.pack(len(said))
+    connection.sendall(length + secrets.next_mac(length) + said + secrets.next_mac(said))
     room = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
     view: Any = room.numpy()
     while count := body.take(room):
@@ -39,12 +41,10 @@ def send_message(connection: socket.socket, header: dict[str, Any], body: LiveBy
 
 def receive_header(connection: socket.socket, secrets: StreamSecrets) -> dict[str, Any]:
     """Return the header of the next message; raise ``OSError`` if the connection has ended, or this is no stream of state."""
-    (length,) = _LENGTH.unpack(_receive(connection, bytearray(_LENGTH.size)))
+    (length,) = _LENGTH.unpack(_receive_proved(connection, _LENGTH.size, secrets))
     if length > _MOST_HEADER_BYTES:
         raise ConnectionError(f"a header of {length} bytes is not one of a stream of state")
-    said = bytes(_receive(connection, bytearray(length)))
-    if not hmac.compare_digest(bytes(_receive(connection, bytearray(_MAC_BYTES))), secrets.next_mac(said)):
-        raise ConnectionError("a header of a stream of state was changed on its way, or sent by another program")
+    said = _receive_proved(connection, length, secrets)
     try:
         header = json.loads(said)
     except (ValueError, RecursionError) as error:
@@ -52,6 +52,16 @@ def receive_header(connection: socket.socket, secrets: StreamSecrets) -> dict[st
     if type(header) is not dict:
         raise ConnectionError(f"a header of a stream of state is not an object, but {header!r:.60}")
     return header
+
+
+def _receive_proved(connection: socket.socket, size: int, secrets: StreamSecrets) -> bytearray:
+    """Return the next bytes, whose MAC follows them."""
+    said = bytearray(size)
+    _receive(connection, said)
+    mac = _receive(connection, bytearray(_MAC_BYTES))
+    if not hmac.compare_digest(mac, secrets.next_mac(said)):
+        raise ConnectionError("a header of a stream of state was changed on its way, or sent by another program")
+    return said
 
 
 def receive_body(connection: socket.socket, tensors: Iterable[torch.Tensor]) -> None:
