@@ -28,15 +28,42 @@ def place(monkeypatch):
     return port
 
 
-def test_torch_uses_the_store_that_listens_on_loopback(place):
+IPV4, IPV6 = "0100007F", "00000000000000000000000001000000"
+"""The addresses of loopback."""
+
+
+@pytest.mark.parametrize(("address", "listens"), [("127.0.0.1", IPV4), ("localhost", IPV4), ("::1", IPV6)])
+def test_torch_uses_the_store_that_listens_on_loopback(place, monkeypatch, address, listens):
+    if address == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setenv("MASTER_ADDR", address)
     hosted = rendezvous._host_on_loopback()
-    its = dist.TCPStore("127.0.0.1", place, 1, True, timedelta(seconds=20), multi_tenant=True)
+    its = dist.TCPStore(address, place, 1, True, timedelta(seconds=20), multi_tenant=True)
     del hosted
     its.set("key", "value")
 
-    other = dist.TCPStore("127.0.0.1", place, is_master=False, wait_for_workers=False)
+    other = dist.TCPStore(address, place, is_master=False, wait_for_workers=False)
     assert other.get("key") == b"value"
-    assert listens_at(place) == {"0100007F"}
+    assert listens_at(place) == {listens}
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_where_torch_cannot_make_the_store_nothing_listens(place, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(dist, "TCPStore", fail)
+
+    with pytest.raises(RuntimeError, match="no store"):
+        rendezvous._host_on_loopback()
+    assert listens_at(place) == set()
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "1"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "no port")])

@@ -10,6 +10,7 @@ A newcomer meets no other rank: it waits until the seat of a failed rank is empt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ _LOOK_EVERY_S = 0.05
 _PATIENCE_S = 2.0
 """A rendezvous that still waits this long after the death of a rank waits for that rank."""
 
-_LOOPBACK = ("127.0.0.1", "localhost")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _hosted: list[Any] = []
 """The store that this process hosts in place of rank 0; other ranks need it as long as they make groups."""
 
@@ -73,11 +74,23 @@ def _host_on_loopback() -> Any:
     listener = _listen_on_loopback(address, port) if os.environ.get("RANK") == "0" else None
     if listener is None:
         return None
+    return _open_store(listener, address, int(port), is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+def _open_store(listener: int | None, *where: Any, **how: Any) -> Any:
+    """Return a store of torch, which takes the socket that listens; close that if torch fails before it has taken it."""
     import torch.distributed as dist
 
     make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch has no stubs for it
-    shared: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
-    return make(address, int(port), is_master=True, master_listen_fd=listener, **shared)
+    its_number = None if listener is None else os.fstat(listener).st_ino
+    try:
+        return make(*where, **how, master_listen_fd=listener)
+    except BaseException:
+        if listener is not None:
+            with contextlib.suppress(OSError):  # torch has closed it
+                if os.fstat(listener).st_ino == its_number:
+                    os.close(listener)
+        raise
 
 
 def _listen_on_loopback(address: str, port: str) -> int | None:
@@ -85,7 +98,8 @@ def _listen_on_loopback(address: str, port: str) -> int | None:
     if address not in _LOOPBACK or not port.isdecimal():
         return None
     try:
-        return socket.create_server((address, int(port)), backlog=socket.SOMAXCONN).detach()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, int(port)), family=family, backlog=socket.SOMAXCONN).detach()
     except (OSError, OverflowError):  # an earlier group of this process has it, or another program
         return None
 
@@ -175,12 +189,9 @@ def _first_of(its: Iterator[Any], timeout: timedelta) -> Any:
 
 def _stand_in(place: int, timeout: timedelta) -> None:
     """Host the store in place of rank 0, or count as another rank in it."""
-    import torch.distributed as dist
-
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     size, is_host = int(os.environ["WORLD_SIZE"]), place == 0
     listener = _listen_on_loopback(address, port) if is_host else None
-    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch has no stubs for it
-    store = make(address, int(port), size, is_host, timeout, wait_for_workers=not is_host, master_listen_fd=listener)
+    store = _open_store(listener, address, int(port), size, is_host, timeout, wait_for_workers=not is_host)
     if is_host:
         _hosted.append(store)
