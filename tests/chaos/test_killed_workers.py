@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import reference
 import train_paced
 from running_job import DEADLINE_S, Running
 
@@ -57,13 +58,21 @@ def test_survivors_recover_by_the_life_lock_alone(tmp_path):
 def test_without_it_they_would_wait(tmp_path):
     """The negative control: the same kill, where the launcher watches no lock."""
     running, pairs = kill(tmp_path, WITHOUT_LOCKS)
-    time.sleep(0.5)  # more than the steps in progress take
-    reached = step_of(running, 0)
+    try:
+        wait_until_step_stays(running, 0)
+        assert running.job.poll() is None
+        assert step_of(running, 0) < reference.STEPS - 1
+    finally:
+        running.job.kill()
+        for pair in pairs:
+            pair.worker.send(signal.SIGKILL)
+        running.job.communicate(timeout=DEADLINE_S)
 
-    time.sleep(1.0)
 
-    assert step_of(running, 0) == reached
-    running.job.kill()
-    for pair in pairs:
-        pair.worker.send(signal.SIGKILL)
-    running.job.communicate(timeout=DEADLINE_S)
+def wait_until_step_stays(running, rank):
+    """Wait until the step of a worker is the same in 50 looks in a row, over more time than many steps take."""
+    ends_s, steps = time.monotonic() + DEADLINE_S, []
+    while steps[-50:] != [step_of(running, rank)] * 50:
+        assert time.monotonic() < ends_s, f"it goes on, to step {steps[-1]}"
+        time.sleep(0.02)
+        steps.append(step_of(running, rank))

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from lock_holders import LockHolder, wait_for
@@ -14,9 +16,6 @@ from holdfast.launch.processes import Process
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 
-SURELY_S = 0.3
-"""More than a report takes."""
-
 
 class Reports(dict):
     """The reported ranks, and why they died."""
@@ -24,9 +23,19 @@ class Reports(dict):
     def __init__(self, folder):
         super().__init__()
         self.watched = KilledWorkers(folder, self.__setitem__)
+        self.waiting = []
 
     def watch(self, rank, holder):
-        self.watched.watch(rank, Process.of(holder.process.pid))
+        self.watch_process(rank, Process.of(holder.process.pid))
+
+    def watch_process(self, rank, process):
+        before = threading.enumerate()
+        self.watched.watch(rank, process)
+        self.waiting += [thread for thread in threading.enumerate() if thread not in before]
+
+    def are_over(self):
+        """Whether the threads that wait for the ends of workers have ended: they report nothing more."""
+        return not any(thread.is_alive() for thread in self.waiting)
 
 
 @pytest.fixture
@@ -71,35 +80,55 @@ def test_a_worker_that_exits_is_left_to_the_record_of_its_watcher(tmp_path, repo
 
         go_on(exits)
         exits.process.wait()
-        time.sleep(SURELY_S)
+        wait_for(reports.are_over)
 
     assert reports == {}
+
+
+def test_a_worker_that_has_replaced_its_program_is_not_reported(tmp_path, reports):
+    with LockHolder(tmp_path, 0, last='os.execv("/bin/sleep", ["sleep", "60"])') as alive:
+        reports.watch(0, alive)
+
+        go_on(alive)
+        wait_for(reports.are_over)
+
+        assert reports == {}
+        assert alive.process.poll() is None
+
+
+STOP = "os.kill(os.getpid(), 19)"
+
+
+def state_of(holder):
+    """State of a process as the kernel has it: T if it is stopped."""
+    return Path("/proc", str(holder.process.pid), "stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(
     "last",
     [
-        pytest.param('os.execv("/bin/sleep", ["sleep", "60"])', id="it has replaced its program"),
-        pytest.param("os.kill(os.getpid(), 19)", id="it is stopped"),
-        pytest.param("os.fork() or os.abort()\ntime.sleep(60)", id="a child of it was killed"),
+        pytest.param(STOP, id="it is stopped"),
+        pytest.param(f"os.waitpid(os.fork() or os.abort(), 0)\n{STOP}", id="a child of it was killed"),
     ],
 )
-def test_a_worker_that_goes_on_is_not_reported(tmp_path, reports, last):
+def test_a_worker_that_lives_is_not_reported(tmp_path, reports, last):
     with LockHolder(tmp_path, 0, last=last) as alive:
         reports.watch(0, alive)
 
         go_on(alive)
-        time.sleep(SURELY_S)
+        wait_for(lambda: state_of(alive) == "T")
+        time.sleep(0.05)  # nothing has woken the thread that waits for its end
 
         assert reports == {}
+        assert not reports.are_over()
 
 
 def test_another_process_that_has_got_the_same_pid_since_is_not_taken_for_it(tmp_path, reports):
     with LockHolder(tmp_path, 0) as killed:
-        reports.watched.watch(0, Process(killed.process.pid, 1))  # as if it had started at another time
+        reports.watch_process(0, Process(killed.process.pid, 1))  # as if it had started at another time
 
         killed.process.kill()
-        time.sleep(SURELY_S)
+        wait_for(reports.are_over)
 
     assert reports == {}
 
@@ -110,8 +139,8 @@ def test_a_worker_without_a_lock_is_left_to_its_watcher(tmp_path, reports):
         for rank in (0, 2):  # one has a beacon, but no lock; the other has nothing
             reports.watch(rank, killed)
 
+        wait_for(reports.are_over)
         killed.process.kill()
-        time.sleep(SURELY_S)
 
     assert reports == {}
 
@@ -123,7 +152,7 @@ def test_what_the_launcher_kills_at_the_end_is_not_reported(tmp_path, reports):
 
         killed.process.kill()
         killed.process.wait()
-        time.sleep(SURELY_S)
+        wait_for(reports.are_over)
 
     assert reports == {}
 
