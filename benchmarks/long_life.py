@@ -248,16 +248,22 @@ def show(options: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def growth(result: dict[str, Any]) -> str:
-    """Return what grows by design, for each death and each step."""
-    of_last = [sample for sample in result["samples"] if sample["life"] == result["lives"] - 1]
-    first, last = of_last[0], of_last[-1]
-    deaths, steps = max(1, last["deaths"] - first["deaths"]), max(1, last["step"] - first["step"])
-    keys, files = ((last[name] - first[name]) / deaths for name in ("store keys", "run files"))
-    size = (last["run bytes"] - first["run bytes"]) / steps
-    return (
-        f"By design each death adds {keys:.2g} keys to the store and {files:.2g} files to the run folder, and each step "
-        f"{size:.0f} bytes of records."
+    """Return what grows by design, for each death and each step, in the life with the most samples."""
+    lives: dict[int, list[Sample]] = {}
+    for sample in result["samples"]:
+        lives.setdefault(sample["life"], []).append(sample)
+    longest = max(lives.values(), key=len, default=[])
+    if len(longest) < 2 or longest[0]["deaths"] == longest[-1]["deaths"]:
+        return "There were too few deaths to say what grows by design."
+    first, last = longest[0], longest[-1]
+    deaths, steps = last["deaths"] - first["deaths"], last["step"] - first["step"]
+    files, size = (last["run files"] - first["run files"]) / deaths, (last["run bytes"] - first["run bytes"]) / steps
+    keys = (
+        f"{(last['store keys'] - first['store keys']) / deaths:.2g} keys to the store and "
+        if "store keys" in last
+        else ""
     )
+    return f"By design each death adds {keys}{files:.2g} files to the run folder, and each step {size:.0f} bytes of records."
 
 
 def comparison(result: dict[str, Any]) -> str:

@@ -23,7 +23,8 @@ from holdfast.records.paths import beacon_path, event_files, records_path
 SURVIVOR = 1
 """This worker is never killed. It lives through all deaths, and is the lead once worker 0 was killed."""
 SCRIPT = Path(__file__).with_name("train.py")
-_START_S = 180.0
+_START_S = 600.0
+"""Time in which a job begins; on a busy machine seven imports of torch take minutes."""
 _LIMIT_S = 120.0
 _ASK_AGAIN_S = 5.0
 _POLL_S = 0.01

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from holdfast.launch.attempt import AttemptFiles
+from holdfast.config import Settings
+from holdfast.launch.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.job import Job
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.launch.run_paths import RunPaths
 from holdfast.records.files import FileRecorder
@@ -68,6 +71,21 @@ def test_the_files_of_dead_workers_are_closed_and_what_comes_late_is_still_print
     assert files.output() == []
     assert files.output(last=True) == [(3, "from a process that it had started"), (5, "and half a line")]
     assert open_files() == before
+
+
+def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pair_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
+    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
+    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    gone = Process(pid=2**22, started=1)
+    WatchedWorker(gone, gone).note(pair_path(tmp_path, 0))
+
+    attempt.add(2)
+
+    assert list(attempt._watchers) == [1, 2], "1 ended before it wrote a pair: nothing else says that it has ended"
+    assert len(attempt._started) == 2
+    assert all(map(attempt.is_ended, (0, 1, 2)))
 
 
 def test_a_worker_that_lives_or_starts_again_is_read_on(paths):

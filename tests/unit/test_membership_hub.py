@@ -1,10 +1,13 @@
 """The launcher's hub against everything that may connect to it, and its clients against everything that may answer."""
 
+import asyncio
+import gc
 import json
 import logging
 import os
 import random
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -53,6 +56,30 @@ def send(hub, *pieces):
         except OSError:  # it was cut off while it still sent
             return None
         return answer
+
+
+def test_a_connection_that_is_reset_leaves_nothing_that_only_the_collector_finds(hub, store):
+    gc.collect()
+    readers = num_readers()
+    gc.disable()
+    try:
+        for number in range(5):
+            with socket.create_connection(("127.0.0.1", hub.port), timeout=WAIT_S) as connection:
+                connection.sendall(HELLO)
+                assert connection.recv(1 << 16), "the hub has accepted it"
+                assert num_readers() == readers + 1, "the count shows a connection"
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            ends_s = time.monotonic() + WAIT_S
+            while num_readers() > readers:
+                assert time.monotonic() < ends_s, f"{num_readers() - readers} are left after {number + 1}"
+                time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def num_readers():
+    """Return how many connections there are in this process."""
+    return sum(isinstance(each, asyncio.StreamReader) for each in gc.get_objects())
 
 
 def test_a_folder_is_removed_with_one_message(hub, store):
