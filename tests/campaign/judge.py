@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from campaign import jobs
 from campaign.attacks import KINDS
 from campaign.attacks.base import End
-from campaign.attacks.signals import INTERRUPTED
 from campaign.plan import WATCHER, WORKER, Attack, Job
 from campaign.runner import Ended, Outcome, name_of_code
 
@@ -33,6 +31,10 @@ WRONG = (
 """Classes of what is wrong, in the order in which they are looked for."""
 
 _CLEAR = re.compile(r"^(error: |holdfast: stopped|stopped )", re.MULTILINE)
+INTERRUPTED = 130
+"""Exit code of a Python that Ctrl-C ends before the command has begun; a shell says nothing about it either."""
+MANY_DEATHS = 3
+"""So many deaths may hit the same slice: then the job stops, and names its samples."""
 CODES: dict[End, frozenset[int]] = {
     End.SURVIVES: frozenset(),
     End.MAY_STOP: frozenset((1, 4, 93)),
@@ -41,8 +43,6 @@ CODES: dict[End, frozenset[int]] = {
 """Exit codes, other than 0, with which a job may end; of several attacks, those of each."""
 HARM = frozenset(("damage", "removed", "disk-full", "disk-read-only", "disk-error"))
 """Attacks after which a checkpoint that was complete may be gone, or unreadable."""
-MANY_DEATHS = 3
-"""So many deaths may hit the same slice: then the job stops, and names its samples."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Verdict:
         return self.kind not in (RIGHT, MISSED)
 
 
-def allowed_ends(job: Job, acted: Sequence[Attack]) -> set[End]:
+def allowed_ends(job: Job, acted: tuple[Attack, ...]) -> set[End]:
     """The ends that are right for a job after what acted on it."""
     ends = {End.SURVIVES, *(KINDS[each.kind].end(each, job) for each in acted)}
     struck = [each for each in acted if each.role in (WORKER, WATCHER)]
@@ -66,7 +66,7 @@ def allowed_ends(job: Job, acted: Sequence[Attack]) -> set[End]:
     return ends
 
 
-def allowed_codes(job: Job, acted: Sequence[Attack]) -> frozenset[int]:
+def allowed_codes(job: Job, acted: tuple[Attack, ...]) -> frozenset[int]:
     """The exit codes of the launcher that are right beside 0."""
     codes = frozenset().union(*(CODES[end] for end in allowed_ends(job, acted)))
     return codes.union(*(KINDS[each.kind].codes(each) for each in acted))
@@ -122,7 +122,23 @@ def _of_run(ended: Ended, which: str, allowed: frozenset[int], *, is_last: bool,
     return None
 
 
-def _of_second_launcher(ended: Ended, job: Job, acted: Sequence[Attack]) -> Verdict | None:
+def _of_resume(outcome: Outcome) -> Verdict | None:
+    """Whether all that was saved is intact, and a resumed run began where the newest intact checkpoint is."""
+    if outcome.resumed is None:
+        return None
+    saved = max((event["step"] for event in outcome.first.of_kind("CheckpointSaved")), default=-1)
+    intact = -1 if outcome.intact is None else outcome.intact
+    if intact < saved and not _is_harmed(outcome):
+        return Verdict("lost checkpoint", f"step {saved} was saved, and the newest intact is {outcome.intact}")
+    began = [event["step"] for event in outcome.resumed.of_kind("RunStarted")]
+    if outcome.resumed.code == 0 and not began:
+        return Verdict("false success", "exit 0, and the resumed run has no record that it began")
+    if began and outcome.intact is not None and min(began) < outcome.intact:
+        return Verdict("lost checkpoint", f"step {outcome.intact} was intact, and it began at step {min(began)}")
+    return None
+
+
+def _of_second_launcher(ended: Ended, job: Job, acted: tuple[Attack, ...]) -> Verdict | None:
     """What is wrong with the end of the second node's launcher, if there is one.
 
     It ends as the first does, or with 0 or 1: its node left, was cut off, or went on alone. A job that is done is done on
@@ -157,22 +173,6 @@ def _of_restarts(outcome: Outcome, ended: Ended) -> Verdict | None:
 
 def _is_harmed(outcome: Outcome) -> bool:
     return any(each.kind in HARM for each in outcome.acted())
-
-
-def _of_resume(outcome: Outcome) -> Verdict | None:
-    """Whether all that was saved is intact, and a resumed run began where the newest intact checkpoint is."""
-    if outcome.resumed is None:
-        return None
-    saved = max((event["step"] for event in outcome.first.of_kind("CheckpointSaved")), default=-1)
-    intact = -1 if outcome.intact is None else outcome.intact
-    if intact < saved and not _is_harmed(outcome):
-        return Verdict("lost checkpoint", f"step {saved} was saved, and the newest intact is {outcome.intact}")
-    began = [event["step"] for event in outcome.resumed.of_kind("RunStarted")]
-    if outcome.resumed.code == 0 and not began:
-        return Verdict("false success", "exit 0, and the resumed run has no record that it began")
-    if began and outcome.intact is not None and min(began) < outcome.intact:
-        return Verdict("lost checkpoint", f"step {outcome.intact} was intact, and it began at step {min(began)}")
-    return None
 
 
 def _of_result(outcome: Outcome, last: Ended, cache: Path) -> list[Verdict]:
