@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,10 @@ WRONG = (
 """Classes of what is wrong, in the order in which they are looked for."""
 
 _CLEAR = re.compile(r"^(error: |holdfast: stopped|stopped )", re.MULTILINE)
+_OURS = re.compile(r'/holdfast/\S+", line \d+, in (?!<module>)')
+"""A function of Holdfast in a traceback."""
+MANY_DEATHS = 3
+"""So many deaths may hit the same slice: then the job stops, and names its samples."""
 CODES: dict[End, frozenset[int]] = {
     End.SURVIVES: frozenset(),
     End.MAY_STOP: frozenset((1, 4, 93)),
@@ -42,10 +45,6 @@ CODES: dict[End, frozenset[int]] = {
 """Exit codes, other than 0, with which a job may end; of several attacks, those of each."""
 HARM = frozenset(("damage", "removed", "disk-full", "disk-read-only", "disk-error"))
 """Attacks after which a checkpoint that was complete may be gone, or unreadable."""
-_OURS = re.compile(r'/holdfast/\S+", line \d+, in (?!<module>)')
-"""A function of Holdfast in a traceback."""
-MANY_DEATHS = 3
-"""So many deaths may hit the same slice: then the job stops, and names its samples."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Verdict:
         return self.kind not in (RIGHT, MISSED)
 
 
-def allowed_ends(job: Job, acted: Sequence[Attack]) -> set[End]:
+def allowed_ends(job: Job, acted: tuple[Attack, ...]) -> set[End]:
     """The ends that are right for a job after what acted on it."""
     ends = {End.SURVIVES, *(KINDS[each.kind].end(each, job) for each in acted)}
     struck = [each for each in acted if each.role in (WORKER, WATCHER)]
@@ -69,7 +68,7 @@ def allowed_ends(job: Job, acted: Sequence[Attack]) -> set[End]:
     return ends
 
 
-def allowed_codes(job: Job, acted: Sequence[Attack]) -> frozenset[int]:
+def allowed_codes(job: Job, acted: tuple[Attack, ...]) -> frozenset[int]:
     """The exit codes of the launcher that are right beside 0."""
     codes = frozenset().union(*(CODES[end] for end in allowed_ends(job, acted)))
     return codes.union(*(KINDS[each.kind].codes(each) for each in acted))
@@ -135,7 +134,23 @@ def _ended_in_python(ended: Ended) -> bool:
     return is_start and "KeyboardInterrupt" in ended.said and not _OURS.search(ended.said)
 
 
-def _of_second_launcher(ended: Ended, job: Job, acted: Sequence[Attack]) -> Verdict | None:
+def _of_resume(outcome: Outcome) -> Verdict | None:
+    """Whether all that was saved is intact, and a resumed run began where the newest intact checkpoint is."""
+    if outcome.resumed is None:
+        return None
+    saved = max((event["step"] for event in outcome.first.of_kind("CheckpointSaved")), default=-1)
+    intact = -1 if outcome.intact is None else outcome.intact
+    if intact < saved and not _is_harmed(outcome):
+        return Verdict("lost checkpoint", f"step {saved} was saved, and the newest intact is {outcome.intact}")
+    began = [event["step"] for event in outcome.resumed.of_kind("RunStarted")]
+    if outcome.resumed.code == 0 and not began:
+        return Verdict("false success", "exit 0, and the resumed run has no record that it began")
+    if began and outcome.intact is not None and min(began) < outcome.intact:
+        return Verdict("lost checkpoint", f"step {outcome.intact} was intact, and it began at step {min(began)}")
+    return None
+
+
+def _of_second_launcher(ended: Ended, job: Job, acted: tuple[Attack, ...]) -> Verdict | None:
     """What is wrong with the end of the second node's launcher, if there is one.
 
     It ends as the first does, or with 0 or 1: its node left, was cut off, or went on alone. A job that is done is done on
@@ -170,22 +185,6 @@ def _of_restarts(outcome: Outcome, ended: Ended) -> Verdict | None:
 
 def _is_harmed(outcome: Outcome) -> bool:
     return any(each.kind in HARM for each in outcome.acted())
-
-
-def _of_resume(outcome: Outcome) -> Verdict | None:
-    """Whether all that was saved is intact, and a resumed run began where the newest intact checkpoint is."""
-    if outcome.resumed is None:
-        return None
-    saved = max((event["step"] for event in outcome.first.of_kind("CheckpointSaved")), default=-1)
-    intact = -1 if outcome.intact is None else outcome.intact
-    if intact < saved and not _is_harmed(outcome):
-        return Verdict("lost checkpoint", f"step {saved} was saved, and the newest intact is {outcome.intact}")
-    began = [event["step"] for event in outcome.resumed.of_kind("RunStarted")]
-    if outcome.resumed.code == 0 and not began:
-        return Verdict("false success", "exit 0, and the resumed run has no record that it began")
-    if began and outcome.intact is not None and min(began) < outcome.intact:
-        return Verdict("lost checkpoint", f"step {outcome.intact} was intact, and it began at step {min(began)}")
-    return None
 
 
 def _of_result(outcome: Outcome, last: Ended, cache: Path) -> list[Verdict]:

@@ -269,7 +269,7 @@ def test_only_attacks_that_landed_excuse_a_stop(cache):
     ],
 )
 def test_a_launcher_ends_by_a_signal_only_where_something_can_kill_it(attack, right, wrong):
-    codes = allowed_codes(Job(), [attack])
+    codes = allowed_codes(Job(), (attack,))
     assert codes.issuperset(right)
     assert codes.isdisjoint(wrong)
 
@@ -381,7 +381,7 @@ def test_damage_waits_for_a_file_that_is_there(tmp_path):
 
 def test_a_plan_may_stop_where_too_many_workers_are_struck():
     def end(workers, *victims):
-        return max(allowed_ends(Job(workers=workers), [replace(KILL, victim=victim) for victim in victims]))
+        return max(allowed_ends(Job(workers=workers), tuple(replace(KILL, victim=victim) for victim in victims)))
 
     assert end(2, "worker 0") == End.SURVIVES
     assert end(3, "worker 0", "watcher 2") == End.SURVIVES

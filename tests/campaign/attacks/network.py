@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from campaign import jobs
 from campaign.attacks.base import End, Kind, Launch, Running, moment
 from campaign.attacks.mechanisms import two_nodes
 from campaign.attacks.mechanisms.afterwards import afterwards
@@ -23,7 +24,7 @@ from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions
 from campaign.attacks.mechanisms.kept import Kept
 from campaign.attacks.mechanisms.shared import Hosts
-from campaign.jobs import SPLIT, with_workers
+from campaign.jobs import SPLIT
 from campaign.plan import AGENT, Attack, Job
 from campaign.victims import AGENTS
 
@@ -160,7 +161,7 @@ class NetworkKind(Kind):
     def adjust(self, attack: Attack, job: Job) -> Job:
         """Two launchers have twice as many workers."""
         workers = min(job.workers, 2) if self._has_launchers else WORKERS
-        return replace(with_workers(job, workers), spares=0, respawn=False)
+        return replace(jobs.with_workers(job, workers), spares=0, respawn=False)
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
         network, is_new = _NETWORKS.make(launch, lambda: _make_network(launch))

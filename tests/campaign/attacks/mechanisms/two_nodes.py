@@ -78,4 +78,7 @@ def keep(words: list[str], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except OSError as error:  # the plan may permit no more processes
+        sys.exit(f"error: the nodes cannot be started: {error}")
