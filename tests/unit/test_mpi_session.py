@@ -1,11 +1,14 @@
-"""Where Open MPI's library puts its session directory in a process whose mpirun is gone."""
+"""Processes whose mpirun is gone: where Open MPI's library puts its session directory, and that none trains alone."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from holdfast.launch.processes import Process
 
 pytest.importorskip("mpi4py", exc_type=ImportError)
 
@@ -35,3 +38,30 @@ def test_a_session_directory_without_mpirun_is_in_the_run_folder(tmp_path, of_a_
     assert (done.returncode, done.stdout) == (0, f"{temporary}\n"), done.stderr
     found = {folder.name: [path.name.partition(".")[0] for path in folder.iterdir()] for folder in (temporary, run_dir)}
     assert found == ({"t": [], "run": ["ompi"]} if of_a_run else {"t": ["ompi"], "run": []})
+
+
+def test_mpi_that_begins_alone_after_the_end_of_mpirun_is_given_up(tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
+    env |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_mpi_ft_enable": "1", "TMPDIR": str(tmp_path)}
+    env |= {"PYTHONPATH": str(ROOT / "src")}
+
+    done = subprocess.run(
+        [sys.executable, "-c", START], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == -signal.SIGABRT
+    assert "mpirun started 2 processes, and MPI_Init found 1: mpirun has ended" in done.stderr
+
+
+@pytest.mark.parametrize("is_orphan", [True, False])
+def test_a_worker_whose_mpirun_ended_before_it_looked_does_not_start(tmp_path, is_orphan):
+    """Its parent is then a process that knows nothing of the launcher."""
+    (tmp_path / "script.py").write_text("print('it started')")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
+    env |= {"PYTHONPATH": str(ROOT / "src"), "HOLDFAST_LAUNCHER": str(Process.of(os.getpid()))}
+    env |= {"OMPI_COMM_WORLD_SIZE": "2"} if is_orphan else {}
+    words = [sys.executable, "-m", "holdfast.launch.starter", str(tmp_path / "script.py")]
+
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stdout) == ((-9, "") if is_orphan else (0, "it started\n")), done.stderr

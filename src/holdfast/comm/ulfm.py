@@ -70,6 +70,9 @@ def _load_mpi() -> Any:
     with _session_in_run_folder():
         from mpi4py import MPI
 
+    started = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    if started != MPI.COMM_WORLD.size:
+        _give_up(f"mpirun started {started} processes, and MPI_Init found {MPI.COMM_WORLD.size}: mpirun has ended")
     return MPI
 
 

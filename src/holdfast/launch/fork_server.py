@@ -199,7 +199,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 
 def _become_watcher(connection: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
     """Take over the surroundings of the starter, and be the watcher of its worker."""
-    from holdfast.launch.watcher import Starter, mpirun_above
+    from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above
     from holdfast.launch.worker import run_watched
     from holdfast.launch.worker_context import read_our_clock
 
@@ -211,6 +211,7 @@ def _become_watcher(connection: socket.socket, request: dict[str, Any], files: l
     except OSError:
         os._exit(1)
     read_our_clock()
+    end_if_orphaned(request["parent"])
     run_watched(request["words"], mpirun_above(request["parent"]), Starter(connection))
 
 

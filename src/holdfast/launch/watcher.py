@@ -62,6 +62,9 @@ for milliseconds, in which the survivors recover."""
 _LONGER = 0.5
 """Additional share of the grace period for a worker that waits for others, which may be the unresponsive ones."""
 
+_MPIRUN = ("mpirun", "prterun", "prted")
+"""Names of mpirun's process, and of its daemons on other hosts."""
+
 
 class Starter:
     """The process that mpirun or the launcher started, if a fork server forked the watcher: it ends as the watcher does.
@@ -131,6 +134,16 @@ def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # standard error may go to the same disk
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def end_if_orphaned(parent: int) -> None:
+    """End this process if ``parent`` is not the mpirun that has started it, directly or through a starter, but has ended.
+
+    MPI_Init would begin a job of its own, of one worker, in the folders of the restarted job.
+    """
+    is_of_mpirun = LAUNCHER in os.environ and "OMPI_COMM_WORLD_SIZE" in os.environ
+    if is_of_mpirun and (Process.of(parent) is None or name_of(parent) not in _MPIRUN):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def mpirun_above(parent: int) -> Process | None:

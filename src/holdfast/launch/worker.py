@@ -29,7 +29,7 @@ from holdfast.launch.gpus import for_slot, hint_for
 from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
 from holdfast.launch.slots import slot_at_start
 from holdfast.launch.target import Target
-from holdfast.launch.watcher import Starter, mpirun_above, watch
+from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above, watch
 from holdfast.launch.worker_context import (
     LOG_DIR,
     STOPPED,
@@ -63,6 +63,7 @@ _WAKE_S = 1.0
 def main() -> NoReturn:
     """Fork, run the script in the child, watch it in the parent."""
     read_our_clock()
+    end_if_orphaned(os.getppid())
     launcher, mpirun = launcher_process(), mpirun_above(os.getppid())
     if launcher is None or os.getppid() != launcher.pid:  # until the watcher monitors it
         die_with_parent(signal.SIGKILL)
