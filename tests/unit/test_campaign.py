@@ -121,7 +121,7 @@ def test_a_plan_shrinks_to_what_makes_it_fail():
 def test_a_flip_shrinks_with_its_guard_and_keeps_its_rank():
     job = Job(workers=4, guard="heal", flip="flip:rank=2,step=3,target=weights")
     smaller = []
-    shrink(Plan(job, (replace(KILL, victim="worker 0"),)), lambda plan: smaller.append(plan.job))
+    shrink(Plan(job, (replace(KILL, victim="worker 0"),)), lambda plan: smaller.append(plan.job) or False)
 
     assert {(each.guard, each.flip) for each in smaller} == {(job.guard, job.flip), ("stop", "")}
     assert {each.workers for each in smaller if each.flip} == {3, 4}
