@@ -1,8 +1,5 @@
 """The campaign itself: plans are their seeds, are read back from their JSON, shrink, and are judged by what they promise."""
 
-import os
-import signal
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -11,18 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from campaign import command, jobs
+from campaign import command, jobs, runner
 from campaign.attacks import KINDS
 from campaign.attacks.base import End, Found, Kind
-from campaign.attacks.mechanisms.two_nodes import Second
 from campaign.command import command_for, main
 from campaign.draw import draw, what_lacks
 from campaign.judge import allowed_codes, allowed_ends, judge
 from campaign.plan import Attack, Job, Plan
 from campaign.results import Result, Results, summary
-from campaign.runner import KEPT, Ended, Outcome, Striker, ended_afterwards
-from campaign.shrink import fails_again, shrink, smaller_plans
-from campaign.victims import MARK, Processes
+from campaign.runner import Ended, Outcome, Striker
+from campaign.shrink import fails_again, shrink
 
 KILL = Attack("signal", "worker 1", "commit 3", 12.3, {"signal": "SIGKILL"})
 TERM = Attack("signal", "launcher", "start", 4321.0, {"signal": "SIGTERM"})
@@ -114,33 +109,6 @@ def test_only_plans_of_the_same_files_are_known(tmp_path, monkeypatch, commit, s
     assert ran == seeds
 
 
-def test_the_jobs_of_a_plan_end_with_it_and_its_folder_is_removed(tmp_path):
-    for name in ("plan", "kept", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "kept" / KEPT).touch()
-    env = {name: {**os.environ, MARK: str(tmp_path / name)} for name in ("plan", "kept", "other")}
-    left = {name: subprocess.Popen(["sleep", "60"], env=env[name], start_new_session=True) for name in env}
-    try:
-        for name in ("plan", "kept"):
-            with ended_afterwards(tmp_path / name):
-                assert left[name].poll() is None
-            assert left[name].wait(10) == -signal.SIGKILL
-        assert left["other"].poll() is None
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "other"]
-    finally:
-        for process in left.values():
-            process.kill()
-            process.wait()
-
-
-def test_an_ended_launcher_is_never_found_again(tmp_path):
-    with subprocess.Popen(["sleep", "60"]) as launcher:
-        processes = Processes([launcher.pid], tmp_path, "no-such-mark")
-        assert processes.find("launcher").pid == launcher.pid
-        launcher.kill()
-    assert processes.find("launcher") is None
-
-
 # -- shrinking
 
 
@@ -158,7 +126,8 @@ def test_a_plan_shrinks_to_what_makes_it_fail():
 
 def test_a_flip_shrinks_with_its_guard_and_keeps_its_rank():
     job = Job(workers=4, guard="heal", flip="flip:rank=2,step=3,target=weights")
-    smaller = [plan.job for plan in smaller_plans(Plan(job, (replace(KILL, victim="worker 0"),)))]
+    smaller = []
+    shrink(Plan(job, (replace(KILL, victim="worker 0"),)), lambda plan: smaller.append(plan.job) or False)
 
     assert {(each.guard, each.flip) for each in smaller} == {(job.guard, job.flip), ("stop", "")}
     assert {each.workers for each in smaller if each.flip} == {3, 4}
@@ -246,6 +215,17 @@ def test_what_is_wrong_after_a_stop_is_found(cache):
     assert verdict(cache, ended(), found=[Found("hang", "the second job")]) == "hang"
 
 
+def test_a_plan_may_stop_where_too_many_workers_are_struck():
+    def end(workers, *victims):
+        return max(allowed_ends(Job(workers=workers), tuple(replace(KILL, victim=victim) for victim in victims)))
+
+    assert end(2, "worker 0") == End.SURVIVES
+    assert end(3, "worker 0", "watcher 2") == End.SURVIVES
+    assert end(2, "worker 0", "watcher 1") == End.MAY_STOP
+    assert end(4, "worker 0", "worker 0", "worker 1") == End.MAY_STOP
+    assert end(2, "launcher") == End.MAY_STOP
+
+
 def test_only_attacks_that_landed_excuse_a_stop(cache):
     clear = "holdfast: stopped on request"
     assert verdict(cache, ended(4, clear), ended(), [TERM], landed=False) == "stopped"
@@ -278,14 +258,14 @@ def test_the_second_launcher_is_judged(cache):
     silence = Attack("net-silence", values={"lasts_s": 0, "way": "both", "saved": 0}, since="commit 3")
 
     def second(code, *attacks, first=0, said="error: this node was cut off"):
-        return verdict(cache, ended(first, said, second=Second(4712, code)), ended(), attacks)
+        return verdict(cache, ended(first, said, second=runner.Second(4712, code)), ended(), attacks)
 
     assert second(0) == second(0, silence) == second(1, silence) == "right"
     assert second(1) == second(-11, silence) == second(2, silence) == "stopped"
     assert second(1, silence, said="") == "no clear line"
     assert second(1, TERM, first=4, said="stopped on request") == "right"
     assert second(-15, KILL, first=0) == "stopped"
-    left = verdict(cache, ended(4, "stopped "), ended(said="error: x", second=Second(4712, 1)), [TERM])
+    left = verdict(cache, ended(4, "stopped "), ended(said="error: x", second=runner.Second(4712, 1)), [TERM])
     assert left == "stopped", "the resumed run is not attacked"
 
 
@@ -377,17 +357,6 @@ def test_damage_waits_for_a_file_that_is_there(tmp_path):
     assert KINDS["damage"].strike(attack, running)
     assert notes == ["remove of step-4/data"]
     assert not (checkpoint / "data").exists()
-
-
-def test_a_plan_may_stop_where_too_many_workers_are_struck():
-    def end(workers, *victims):
-        return max(allowed_ends(Job(workers=workers), tuple(replace(KILL, victim=victim) for victim in victims)))
-
-    assert end(2, "worker 0") == End.SURVIVES
-    assert end(3, "worker 0", "watcher 2") == End.SURVIVES
-    assert end(2, "worker 0", "watcher 1") == End.MAY_STOP
-    assert end(4, "worker 0", "worker 0", "worker 1") == End.MAY_STOP
-    assert end(2, "launcher") == End.MAY_STOP
 
 
 # -- results

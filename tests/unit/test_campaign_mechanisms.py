@@ -24,6 +24,8 @@ from campaign.attacks.mechanisms.bad_server import BadServer, Mode
 from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions, Direction
 from campaign.attacks.mechanisms.preload import COMPILER, BadDisks, WallClock, preload
+from campaign.runner import KEPT, ended_afterwards
+from campaign.victims import MARK, Processes
 
 PYTHON = [sys.executable, "-IS", "-c"]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
@@ -371,6 +373,33 @@ def test_what_must_be_undone_is_undone_at_the_end_of_the_block(tmp_path):
         assert (tmp_path / "mark").exists()
 
     assert not (tmp_path / "mark").exists()
+
+
+def test_the_jobs_of_a_plan_end_with_it_and_its_folder_is_removed(tmp_path):
+    for name in ("plan", "kept", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "kept" / KEPT).touch()
+    env = {name: {**os.environ, MARK: str(tmp_path / name)} for name in ("plan", "kept", "other")}
+    left = {name: subprocess.Popen(["sleep", "60"], env=env[name], start_new_session=True) for name in env}
+    try:
+        for name in ("plan", "kept"):
+            with ended_afterwards(tmp_path / name):
+                assert left[name].poll() is None
+            assert left[name].wait(10) == -signal.SIGKILL
+        assert left["other"].poll() is None
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "other"]
+    finally:
+        for process in left.values():
+            process.kill()
+            process.wait()
+
+
+def test_an_ended_launcher_is_never_found_again(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        processes = Processes([launcher.pid], tmp_path, "no-such-mark")
+        assert processes.find("launcher").pid == launcher.pid
+        launcher.kill()
+    assert processes.find("launcher") is None
 
 
 # ---------------------------------------------------------------------------------------------------- a bad server
