@@ -40,7 +40,8 @@ class StartLimit(Kind):
         return End.REFUSES
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
-        launch.words[:0] = _prefix(attack)
+        at = launch.words.index("holdfast") - 2  # before Python: what other attacks put before it needs files, too
+        launch.words[at:at] = _prefix(attack)
 
     def strike(self, attack: Attack, running: Running) -> bool:
         running.notes.append(f"{attack.values['limit']} limited to {attack.values['value']}")
