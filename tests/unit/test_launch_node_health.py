@@ -214,3 +214,14 @@ def test_the_doctor_shows_the_same_checks(capsys):
     assert [line.split()[1] for line in lines if line.startswith("memory")] == ["unfit"]
     assert doctor("--health-check", "off") == 2
     assert doctor("train.py") == 2
+
+
+def test_a_check_for_which_the_system_refuses_a_thread_says_so(monkeypatch, capsys):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(node_probe.threading.Thread, "start", refuse)
+    node_probe.main([["memory", "memory", 1]])
+
+    said = {"name": "memory", "value": "", "why": "the system refuses a thread for the check"}
+    assert json.loads(capsys.readouterr().out) == said

@@ -127,21 +127,27 @@ def main(wanted: "list[list[object]]") -> None:
     checks = {"disk": check_disk, "memory": check_memory, "loopback": check_loopback, "gpu": check_gpus}
     lock = threading.Lock()
 
+    def say(name: str, value: str, why: str) -> None:
+        with lock:
+            sys.stdout.write(json.dumps({"name": name, "value": value, "why": why}) + "\n")
+            sys.stdout.flush()
+
     def run(kind: str, name: str, arguments: "list[object]") -> None:
         try:
             value, why = checks[kind](*arguments)  # type: ignore[operator]
         except Exception as error:  # the launcher must learn of it
             value, why = "", f"the check failed: {error!r}"
-        with lock:
-            sys.stdout.write(json.dumps({"name": name, "value": value, "why": why}) + "\n")
-            sys.stdout.flush()
+        say(name, value, why)
 
-    threads = [
-        threading.Thread(target=run, args=(str(kind), str(name), arguments), daemon=True)
-        for kind, name, *arguments in wanted
-    ]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for kind, name, *arguments in wanted:
+        thread = threading.Thread(target=run, args=(str(kind), str(name), arguments), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            say(str(name), "", "the system refuses a thread for the check")
+        else:
+            threads.append(thread)
     for thread in threads:
         thread.join()
 

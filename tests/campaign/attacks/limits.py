@@ -48,7 +48,8 @@ class StartLimit(Kind):
         return frozenset((-signal.SIGSEGV,)) if attack.values["limit"] == "stack" else frozenset()
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
-        launch.words[:0] = _prefix(attack)
+        at = launch.words.index("holdfast") - 2  # before Python: what other attacks put before it needs files, too
+        launch.words[at:at] = _prefix(attack)
 
     def strike(self, attack: Attack, running: Running) -> bool:
         """Wait until a process of the job has the limit; it may have ended by it before that was seen."""
