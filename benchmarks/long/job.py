@@ -64,7 +64,7 @@ class LongJob:
 
     def stop(self) -> None:
         """Let the job save and stop, if it still runs."""
-        for number, patience_s in ((signal.SIGTERM, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        for number, patience_s in ((signal.SIGTERM, 300.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
             if self.is_over:
                 return
             self.process.send_signal(number)
