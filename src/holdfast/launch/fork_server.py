@@ -27,14 +27,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from holdfast.comm.launchers import under_mpirun
 from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
-from holdfast.launch.processes import Process, die_with_parent
+from holdfast.launch.processes import Process, die_with_parent, name_of
 
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
 """Time that a starter may take to send its request; it sends it at once."""
 _PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
 """The first optimizer of a process imports torch's compiler, to exclude itself from compilation."""
+_MPIRUN = ("mpirun", "prterun", "prted")
 _READ_AT_IMPORT = re.compile(rb"(?:OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH)_[A-Z]+")
 """Variables that torch and its libraries read while they are imported: a script that sets one imports torch itself."""
 
@@ -199,8 +201,11 @@ def _become_watcher(connection: socket.socket, request: dict[str, Any], files: l
             os._exit(1)
     except OSError:
         os._exit(1)
+    mpirun = mpirun_above(request["parent"])
+    if mpirun is None and under_mpirun() and name_of(request["parent"]) not in _MPIRUN:
+        os._exit(1)  # it ended while the starter waited: the worker would train beside those of a restart
     read_our_clock()
-    run_watched(request["words"], mpirun_above(request["parent"]), Starter(connection))
+    run_watched(request["words"], mpirun, Starter(connection))
 
 
 def _take_over(request: dict[str, Any], files: list[int]) -> None:
