@@ -118,6 +118,14 @@ def test_only_new_steps_are_progress():
     assert seen == [0, 1, 2, 0, 1]
 
 
+def test_a_worker_that_the_others_have_lost_is_asked_for_until_its_end_is_recorded(judge):
+    judge.apply(recovered(0, (1,)))
+    assert judge.lost_without_end() == {1}
+
+    judge.apply(ended(1, -9))
+    assert judge.lost_without_end() == set()
+
+
 def test_mpirun_being_gone_does_not_make_a_job_fail_that_finished(judge):
     for rank in (0, 1, 2):
         judge.apply(finished(rank))

@@ -62,7 +62,8 @@ class HealthMonitor:
         self._poll_at_s = now_s + min(_LOOK_S, self._hangs.poll_every_s or _LOOK_S)
         living = [rank for rank in self._run.state.living() if rank in attempt.processes]
         watched = {*living, *self._run.state.waiting} & set(attempt.processes)
-        self._note_untold_ends(attempt, watched, now_s)
+        lost = self._run.state.lost_without_end() & set(attempt.processes)
+        self._note_untold_ends(attempt, watched | lost, now_s)
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._run.state.observe(positions, now_s)
         signs = self._startup_signs(attempt, watched, positions)

@@ -183,6 +183,10 @@ class JobState:
         """Return whether the end of a worker is recorded."""
         return rank in self._start.ended
 
+    def lost_without_end(self) -> set[int]:
+        """Return the workers that the others have lost, and whose end no watcher has recorded yet."""
+        return self._start.lost_s.keys() - self._start.ended.keys()
+
     def has_finished(self, rank: int) -> bool:
         """Return whether a worker has passed the gate at the end of training."""
         return rank in self._start.finished
