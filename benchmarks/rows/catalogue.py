@@ -105,7 +105,7 @@ def _memory() -> Row:
             "ddp-views": Peer("DDP on Gloo, views", settings="gradient_as_bucket_view=True"),
         },
         (("memory.py", *TWO, "--systems", "ddp", "shared", "--slices", "1"),), limit="the loop without communication",
-        limit_s=240, why={"ddp-views": "the workers of a host share one more copy of the sum: performance-step.md"},
+        limit_s=210, why={"ddp-views": "the workers of a host share one more copy of the sum: performance-step.md"},
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def _start_job() -> Row:
         "start", "from the command to the first step, 4 workers", "s",
         (("start_job.py", "--rounds", "6"), (*imports, "7")), readers.start_job,
         {"torchrun": Peer("torchrun", settings="DDP on Gloo, --standalone")},
-        (("start_job.py", "--rounds", "1", "--workers", "1"),), limit="one import of torch", limit_s=360,
+        (("start_job.py", "--rounds", "1", "--workers", "1"),), limit="one import of torch", limit_s=350,
         long=(("start_job.py", "--rounds", "20"), (*imports, "20")),
     )  # fmt: skip
 

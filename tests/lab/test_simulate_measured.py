@@ -110,7 +110,7 @@ def test_a_scenario_with_a_report_and_a_size_saves_as_the_size_says(tmp_path, mo
 )
 def test_brackets_without_end_in_a_run_are_refused_in_one_line(tmp_path, name, says):
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
-    (tmp_path / name).write_text("[" * 100_000)
+    (tmp_path / name).write_text("[" * 100_000 + "\n")
 
     with pytest.raises(ConfigError) as refused:
         read_measured(tmp_path)

@@ -79,7 +79,7 @@ def test_a_connection_that_is_reset_leaves_nothing_that_only_the_collector_finds
 
 def num_readers():
     """Return how many connections there are in this process."""
-    return sum(isinstance(each, asyncio.StreamReader) for each in gc.get_objects())
+    return sum(type(each) is asyncio.StreamReader for each in gc.get_objects())
 
 
 def test_a_folder_is_removed_with_one_message(hub, store):

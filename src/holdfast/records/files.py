@@ -40,7 +40,7 @@ _KEEP_SIZE = 1
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-_T = TypeVar("_T")
+_Read = TypeVar("_Read")
 
 
 class RecordLine(NamedTuple):
@@ -203,7 +203,7 @@ def load_events(directory: Path) -> list[Record]:
     return sorted(read_event_files(directory, _events_in), key=lambda record: record.t_s)
 
 
-def read_event_files(directory: Path, read: Callable[[Path], Iterable[_T]]) -> list[_T]:
+def read_event_files(directory: Path, read: Callable[[Path], Iterable[_Read]]) -> list[_Read]:
     """Return what ``read`` yields for each file of records in a report directory, the oldest first."""
     while True:
         files = event_files(directory)
