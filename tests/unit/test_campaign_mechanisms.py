@@ -467,7 +467,9 @@ def test_a_bad_server_resets_or_refuses(ports):
 
     bad.mode = Mode.RESETS
     with (
-        pytest.raises((ConnectionResetError, BrokenPipeError)),  # the reset may come before the connection is known here
+        pytest.raises(
+            (ConnectionResetError, BrokenPipeError)
+        ),  # the reset may come before the connection is known here
         socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
     ):
         connection.recv(1000)
