@@ -75,6 +75,8 @@ LONG = (
     "lab/test_campaign.py::test_a_trial_that_kills_its_process_twice_has_failed_and_the_others_are_made",
     "model/test_protocol_explored.py::test_newcomers_get_what_the_others_have_or_nobody_goes_on[3-1-2-reinit]",
     "model/test_protocol_explored.py::test_nothing_goes_wrong_in_any_run[4-2-reinit]",
+    "chaos/test_hangs.py::test_a_slow_worker_is_given_less_to_do[gloo]",
+    "lab/cli/test_logs.py::test_a_plan_takes_a_log_and_says_what_it_was_taken_for",
     # The same on other hosts, after other deaths, or with more workers than a neighbour needs to show it.
     "chaos/test_certificate.py::test_a_bit_that_flipped_in_one_worker_does_not_come_out_again",
     "chaos/test_backward_overlap.py::test_it_is_so_between_hosts[tree]",
