@@ -187,9 +187,8 @@ class JoinedGroup:
             return "127.0.0.1"
         if self.group.rank:
             return _route_to(self.group.host)
-        return _route_to(
-            self._read("last", self.group.size - 1).decode()
-        )  # this machine's own name may mean a loopback address
+        last = self._read("last", self.group.size - 1).decode()
+        return _route_to(last)  # this machine's own name may mean a loopback address
 
     def _enter(self) -> Store:
         """Connect to the hub; the published one may be that of an earlier start, which rank 0 is about to replace."""

@@ -289,15 +289,12 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         if self._claims is None:
             return
         try:
-            why = (
-                ""
-                if self._claims.claim(generation, members)
-                else "other workers, out of its reach, continue without it"
-            )
+            if self._claims.claim(generation, members):
+                return
+            why = "other workers, out of its reach, continue without it"
         except OSError as error:
             why = f"the folder of the run does not say which group of workers continues: {error}"
-        if why:
-            _give_up(f"worker {self._me}: {why}")
+        _give_up(f"worker {self._me}: {why}")
 
     def failed(self) -> tuple[int, ...]:
         """Return the members whose failure MPI has reported to this process."""

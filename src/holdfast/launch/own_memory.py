@@ -11,8 +11,6 @@ import ctypes
 import gc
 
 _LIBC = ctypes.CDLL(None)
-
-
 _ARENA_MAX = -8
 """``M_ARENA_MAX`` of mallopt(3)."""
 

@@ -130,7 +130,7 @@ class LittleMemory(Kind):
         return True
 
     def codes(self, attack: Attack) -> frozenset[int]:
-        return frozenset((-signal.SIGKILL,))
+        return frozenset((-signal.SIGKILL, 93))  # 93: no worker gets through its start, so no restart commits a step
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
         put_in_group(launch, "memory").limit(attack.values["mb"] * MB)
