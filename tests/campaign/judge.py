@@ -35,6 +35,12 @@ WRONG = (
 _CLEAR = re.compile(r"^(error: |holdfast: stopped|stopped )", re.MULTILINE)
 _OURS = re.compile(r'/holdfast/\S+", line \d+, in (?!<module>)')
 """A function of Holdfast in a traceback."""
+_OF_SCRIPT = re.compile(r'Traceback \(most recent call last\):\n  File "[^"]+/train_\w+\.py", line ')
+"""A traceback that begins in the script: what Holdfast calls the script with is not in it."""
+_CHAINED = re.compile(
+    "^(The above exception was the direct cause of|During handling of the above exception,)", re.MULTILINE
+)
+"""Between the traceback of a cause and that of the error, of which the cause may begin anywhere."""
 MANY_DEATHS = 3
 """So many deaths may hit the same slice: then the job stops, and names its samples."""
 CODES: dict[End, frozenset[int]] = {
@@ -81,8 +87,10 @@ def judge(outcome: Outcome, cache: Path) -> Verdict:
     last = outcome.resumed or outcome.first
     acted = outcome.acted()
     leave = any(KINDS[each.kind].leaves_files(each) for each in acted)
+    fails = any(KINDS[each.kind].fails_script(each) for each in acted)
     allowed = allowed_codes(outcome.plan.job, acted)
-    verdicts = [_of_run(outcome.first, "", allowed, is_last=outcome.resumed is None, may_leave=leave)]
+    is_last = outcome.resumed is None
+    verdicts = [_of_run(outcome.first, "", allowed, is_last=is_last, may_leave=leave, script_may_fail=fails)]
     verdicts.append(_of_second_launcher(outcome.first, outcome.plan.job, acted))
     if outcome.resumed:
         verdicts.append(_of_run(outcome.resumed, "resumed: ", frozenset(), is_last=True, may_leave=leave))
@@ -100,7 +108,9 @@ def judge(outcome: Outcome, cache: Path) -> Verdict:
     return Verdict(MISSED if is_missed else RIGHT, _summary(outcome))
 
 
-def _of_run(ended: Ended, which: str, allowed: frozenset[int], *, is_last: bool, may_leave: bool) -> Verdict | None:
+def _of_run(
+    ended: Ended, which: str, allowed: frozenset[int], *, is_last: bool, may_leave: bool, script_may_fail: bool = False
+) -> Verdict | None:
     """What is wrong with the end of one run, apart from its result."""
     end = f"{which}{name_of_code(ended.code)}"
     if ended.code is None:
@@ -115,7 +125,7 @@ def _of_run(ended: Ended, which: str, allowed: frozenset[int], *, is_last: bool,
         return None
     if (ended.code == INTERRUPTED) != (NO_JOB in ended.said.splitlines()):
         return Verdict("no clear line", f"{end}: {ended.said[-1500:]}")
-    if "Traceback (most recent call last)" in ended.said:
+    if "Traceback (most recent call last)" in ended.said and not (script_may_fail and _is_of_script(ended)):
         return Verdict("traceback", f"{end}: {_excerpt(ended.said, 'Traceback')}")
     if ended.code == 0:
         return None
@@ -132,6 +142,14 @@ def _ended_in_python(ended: Ended) -> bool:
     """Whether Ctrl-C ended the launcher while it was nothing but Python that starts, or imports the package itself."""
     is_start = ended.code == -signal.SIGINT or "Fatal Python error: init_import_site" in ended.said
     return is_start and "KeyboardInterrupt" in ended.said and not _OURS.search(ended.said)
+
+
+def _is_of_script(ended: Ended) -> bool:
+    """Whether each traceback is one of the script's own statements, behind the one line that names the error."""
+    count = ended.said.count("Traceback (most recent call last)") - len(_CHAINED.findall(ended.said))
+    return (
+        count == len(_OF_SCRIPT.findall(ended.said)) and "error: rank " in ended.said and not _OURS.search(ended.said)
+    )
 
 
 def _of_resume(outcome: Outcome) -> Verdict | None:

@@ -182,6 +182,10 @@ class Kind:
         """Whether the job cannot remove its temporary files after it."""
         return False
 
+    def fails_script(self, attack: Attack) -> bool:
+        """Whether the script's own statements may fail, such as its imports: the job then shows the script's traceback."""
+        return False
+
     def repair(self, attack: Attack, launch: Launch) -> None:
         """Remove the cause before the job is resumed, as an operator would: free the disk, mount it again."""
 

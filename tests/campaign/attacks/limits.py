@@ -26,6 +26,9 @@ AT_START = {
 LATER = {"nofile": (0, 4, 12, 40), "as": (0, 64 * MB), "fsize": (0, 512, 65536), "cpu": (1,)}
 """Values of a limit of a running process; of files and memory, beyond what it has."""
 
+FAIL_IMPORTS = ("as", "nofile", "stack", "nproc")
+"""Limits by which the script's own imports may fail."""
+
 
 class StartLimit(Kind):
     """A limit from the launcher's start on, which all of the job inherits."""
@@ -46,6 +49,9 @@ class StartLimit(Kind):
     def codes(self, attack: Attack) -> frozenset[int]:
         """Without a stack, Python itself crashes before the launcher begins."""
         return frozenset((-signal.SIGSEGV,)) if attack.values["limit"] == "stack" else frozenset()
+
+    def fails_script(self, attack: Attack) -> bool:
+        return attack.values["limit"] in FAIL_IMPORTS
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
         at = launch.words.index("holdfast") - 2  # before Python: what other attacks put before it needs files, too
@@ -90,6 +96,9 @@ class LaterLimit(Kind):
     def codes(self, attack: Attack) -> frozenset[int]:
         is_ended = attack.role == LAUNCHER and attack.values["limit"] == "cpu"
         return frozenset((-signal.SIGKILL, -signal.SIGXCPU)) if is_ended else frozenset()
+
+    def fails_script(self, attack: Attack) -> bool:
+        return attack.values["limit"] in FAIL_IMPORTS
 
     def strike(self, attack: Attack, running: Running) -> bool:
         process = running.processes.wait_for(attack.victim, running)
