@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 
 _REFUSED = {
@@ -21,10 +22,7 @@ _OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 def refusal(error: BaseException) -> str:
     """Return in one line what the system refused and what to do, "" if ``error`` is none of these errors."""
-    if isinstance(error, MemoryError):
-        error = OSError(errno.ENOMEM, "Cannot allocate memory")
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        error = OSError(errno.EAGAIN, "Cannot start a thread")
+    error = _as_os_error(error)
     if not isinstance(error, OSError) or error.errno not in (*_REFUSED, *_OTHERS):
         return ""
     place = "" if error.filename is None else f" ({error.filename})"
@@ -34,6 +32,31 @@ def refusal(error: BaseException) -> str:
     said, kind, cure = _REFUSED[error.errno]
     limit = resource.getrlimit(kind)[0]
     return what if limit == resource.RLIM_INFINITY else f"{what}: {said.format(limit)}; {cure}"
+
+
+def _as_os_error(error: BaseException) -> BaseException:
+    """Return the OSError that Python, or the loader of libraries, replaced by one of another kind."""
+    text = str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError | OSError) and "failed to map segment" in text):
+        return OSError(errno.ENOMEM, "Cannot allocate memory")
+    if isinstance(error, ImportError) and "Too many open files" in text:
+        return OSError(errno.EMFILE, "Too many open files")
+    if isinstance(error, ModuleNotFoundError):  # also if its folder could not be opened
+        return _error_of_a_new_file() or error
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
+        return OSError(errno.EAGAIN, "Cannot start a thread")
+    if isinstance(error, LookupError) and text.startswith("unknown encoding: "):  # Python could not load its module
+        return OSError(errno.ENOMEM, f"Cannot load Python's encoding {text.removeprefix('unknown encoding: ')}")
+    return error
+
+
+def _error_of_a_new_file() -> OSError | None:
+    """Return the error that this process gets if it opens another file, None if it gets none."""
+    try:
+        os.close(os.open("/", os.O_RDONLY | os.O_DIRECTORY))
+    except OSError as error:
+        return OSError(error.errno, error.strerror)
+    return None
 
 
 def is_limit(error: OSError) -> bool:

@@ -68,9 +68,23 @@ class TemporaryFolder:
 
     def remove(self) -> None:
         """Remove the folder and release the lock; a forked child only closes its own copy of the lock."""
-        if os.getpid() == self._owner and not self.was_removed():
+        is_ours = os.getpid() == self._owner and not self.was_removed()
+        if is_ours:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
+        if is_ours:
+            _remove_with_few_files(self.path)
+
+
+def _remove_with_few_files(path: Path) -> None:
+    """Remove what :func:`shutil.rmtree` could not, as it opens two files for each level: this opens one at a time."""
+    for folder, folders, names in os.walk(path, topdown=False):
+        for name in (*names, *folders):
+            place = os.path.join(folder, name)
+            with contextlib.suppress(OSError):  # as for rmtree: what stays is removed by a later start
+                os.rmdir(place) if os.path.isdir(place) and not os.path.islink(place) else os.unlink(place)
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def is_missing(path: Path) -> bool:

@@ -13,7 +13,7 @@ from campaign.attacks import KINDS
 from campaign.attacks.base import End
 from campaign.plan import WATCHER, WORKER, Attack, Job
 from campaign.runner import Ended, Outcome, name_of_code
-from holdfast.cli.signals import INTERRUPTED, NO_JOB
+from holdfast.cli import INTERRUPTED, NO_JOB
 
 RIGHT, MISSED = "right", "missed"
 NOT_JUDGED = "not judged"
@@ -46,7 +46,7 @@ MANY_DEATHS = 3
 CODES: dict[End, frozenset[int]] = {
     End.SURVIVES: frozenset(),
     End.MAY_STOP: frozenset((1, 4, 93)),
-    End.REFUSES: frozenset((1, 2)),
+    End.REFUSES: frozenset((1, 2, 93)),
 }
 """Exit codes, other than 0, with which a job may end; of several attacks, those of each."""
 HARM = frozenset(("damage", "removed", "disk-full", "disk-read-only", "disk-error"))
@@ -140,12 +140,17 @@ def _of_run(
 
 def _ended_in_python(ended: Ended) -> bool:
     """Whether Ctrl-C ended the launcher while it was nothing but Python that starts, or imports the package itself."""
-    is_start = ended.code == -signal.SIGINT or "Fatal Python error: init_import_site" in ended.said
+    is_start = ended.code == -signal.SIGINT or "Fatal Python error: init_" in ended.said
     return is_start and "KeyboardInterrupt" in ended.said and not _OURS.search(ended.said)
 
 
 def _is_of_script(ended: Ended) -> bool:
-    """Whether each traceback is one of the script's own statements, behind the one line that names the error."""
+    """Whether each traceback is one of the script's own statements, behind the one line that names the error.
+
+    Or one of Python, which could not begin.
+    """
+    if "Traceback (most recent call last):\n  File \"<frozen site>\"" in ended.said:
+        return "/holdfast/" not in ended.said
     count = ended.said.count("Traceback (most recent call last)") - len(_CHAINED.findall(ended.said))
     return (
         count == len(_OF_SCRIPT.findall(ended.said)) and "error: rank " in ended.said and not _OURS.search(ended.said)

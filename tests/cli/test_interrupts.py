@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.signals import INTERRUPTED, NO_JOB
+from holdfast.cli import INTERRUPTED, NO_JOB
 
 ROOT = Path(__file__).parents[2]
 IN_IMPORT = """

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import runpy
 import sys
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def test_without_a_limit_only_the_cause_is_named(monkeypatch):
     assert refused(errno.EMFILE) == "Too many open files"
     assert refusal(MemoryError()) == "Cannot allocate memory"
     assert refusal(RuntimeError("can't start new thread")) == "Cannot start a thread"
+    assert refusal(LookupError("unknown encoding: idna")) == "Cannot load Python's encoding idna"
+    assert refusal(ImportError("libx.so: failed to map segment from shared object")) == "Cannot allocate memory"
 
 
 def test_a_full_disk_is_named_with_its_file():
@@ -84,6 +87,59 @@ def test_a_worker_blames_space_only_where_a_limit_is_not_the_cause(monkeypatch, 
     assert failed.message == f"cannot write to /run: {os.strerror(number)}" + (f"; {said}" if code == 2 else "")
     assert failed.message.endswith(said)
     assert (failed.exit_code, failed.traceback, failed.is_bug) == (code, "", False)
+
+
+REFUSED = """
+import os, resource
+from {module} import call
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+call(lambda: {act})
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "act", "said"),
+    [
+        ("holdfast_calls", "os.open('/', 0)", ""),  # the script's own statement: its traceback helps
+        ("holdfast_calls", "None", "Too many open files (/dev/null)"),
+        ("theirs_calls", "None", ""),
+    ],
+)
+def test_what_is_refused_to_holdfast_itself_is_one_line_and_what_is_refused_to_the_script_has_its_traceback(
+    tmp_path, monkeypatch, module, act, said
+):
+    folder = tmp_path / "holdfast" if module.startswith("holdfast") else tmp_path / "theirs"
+    folder.mkdir()
+    (folder / f"{module}.py").write_text("def call(act):\n    act()\n    open('/dev/null')\n")
+    monkeypatch.syspath_prepend(folder)
+    sys.modules.pop(module, None)
+    monkeypatch.setattr(worker, "_PACKAGE", f"{tmp_path}/holdfast/")
+    script = tmp_path / "script.py"
+    script.write_text(REFUSED.format(module=module, act=act))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        runpy.run_path(str(script))
+    except OSError as error:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        failed = worker.describe(error, script)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+    assert failed.message.startswith(said or "OSError: [Errno 24] Too many open files")
+    assert bool(failed.traceback) == (not said)
+    assert not failed.is_bug
+
+
+def test_a_failure_whose_record_cannot_be_written_is_still_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(worker, "worker_name", lambda: (Settings(run_dir=str(tmp_path / "gone")), 3))
+
+    code = worker._report_failure(HoldfastError("the cause"), tmp_path / "script.py")
+
+    said = capsys.readouterr().err
+    assert (code, said.splitlines()[-1]) == (1, "the cause")
+    assert said.startswith("holdfast: cannot write records to ")
+    assert "Traceback" not in said
 
 
 def test_a_command_that_may_open_no_file_ends_with_one_line(tmp_path, monkeypatch):

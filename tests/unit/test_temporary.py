@@ -209,3 +209,25 @@ def test_the_next_start_removes_the_run_directory_of_a_killed_launcher_from_a_sh
         assert sorted(path.name for path in shared.iterdir()) == sorted([os.path.basename(kept), "checkpoint"])
     finally:
         end(alive)
+
+
+def test_a_folder_is_removed_even_if_this_process_may_open_one_file_more(tmp_path):
+    code = """
+import os, resource, sys
+from pathlib import Path
+from holdfast.temporary import TemporaryFolder
+folder = TemporaryFolder.make("holdfast-", Path(sys.argv[1]))
+(folder.path / "a" / "b").mkdir(parents=True)
+(folder.path / "a" / "b" / "file").touch()
+(folder.path / "link").symlink_to(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (folder.lock + 1, folder.lock + 1))
+folder.remove()
+"""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    (tmp_path / "t").mkdir()
+
+    subprocess.run([sys.executable, "-c", code, tmp_path / "t", tmp_path / "kept"], check=True, timeout=60)
+
+    assert names(tmp_path / "t") == []
+    assert names(tmp_path / "kept") == ["file"]

@@ -11,9 +11,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast._lazy import lazy
+from holdfast.system_errors import refusal
 
 if TYPE_CHECKING:
     from holdfast.cli.app import app, exit_code_of
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended, as shells report it: 128 and the number of SIGINT."""
+
+NO_JOB = "holdfast: interrupted before the job began"
+"""Printed when Ctrl-C ends ``holdfast run`` before there is a job to stop."""
 
 _WHERE = {"app": "holdfast.cli.app", "exit_code_of": "holdfast.cli.app"}
 
@@ -31,12 +38,21 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         from holdfast.cli.help_text import HELP
 
         _answer(HELP)
-    from holdfast.cli.signals import NO_JOB, ended_by_interrupt
-
     is_run = words[: 2 if words[:1] == ["--debug"] else 1][-1:] == ["run"]
-    with ended_by_interrupt(NO_JOB if is_run else "holdfast: interrupted"):
-        from holdfast.cli.app import main as run_command
-
+    line = NO_JOB if is_run else "holdfast: interrupted"
+    try:
+        from holdfast.cli.signals import ended_by_interrupt
+    except KeyboardInterrupt:
+        print(line, file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+    with ended_by_interrupt(line):
+        try:
+            from holdfast.cli.app import main as run_command
+        except (ImportError, MemoryError, OSError) as error:
+            if not (refused := refusal(error)):
+                raise
+            print(f"error: {refused}", file=sys.stderr)
+            sys.exit(1)
         run_command(words)
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
+from holdfast.cli import INTERRUPTED, NO_JOB
 from holdfast.cli.given import GroupedCommand, show_all, takes
-from holdfast.cli.signals import INTERRUPTED, NO_JOB, Terminated, sigterm_as_interrupt, uninterrupted
+from holdfast.cli.signals import Terminated, sigterm_as_interrupt, uninterrupted
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import MAX_RESPAWNS, Job

@@ -9,11 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells report it: 128 and the number of SIGINT."""
-
-NO_JOB = "holdfast: interrupted before the job began"
-"""Printed when Ctrl-C ends ``holdfast run`` before there is a job to stop."""
+from holdfast.cli import INTERRUPTED
 
 
 class Terminated(KeyboardInterrupt):

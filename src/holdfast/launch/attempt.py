@@ -245,6 +245,11 @@ class JobAttempt:
             except subprocess.TimeoutExpired:
                 return
 
+    @property
+    def started(self) -> list[int]:
+        """PIDs of the processes that were started here: mpirun, if there is one."""
+        return [process.pid for process in self._started]
+
     def end(self) -> None:
         """Kill every process that still runs."""
         if self._killed is not None:

@@ -382,7 +382,7 @@ class Launcher:
         if not (isinstance(verdict, JobLost) or (isinstance(verdict, JobBroken) and verdict.unexplained)):
             return verdict
         pairs = {rank: pair for rank in attempt.processes if (pair := attempt.pair(rank)) is not None}
-        lost = hosts.poll(pairs.values())
+        lost = hosts.poll(pairs.values(), attempt.started)
         if not lost:
             is_unbegun = not pairs and _NO_DAEMON in self._mpirun_output()
             return JobLost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict

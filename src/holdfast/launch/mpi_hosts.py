@@ -195,9 +195,17 @@ class MpiHosts:
                 refuse(f"hosts {self._names[node]} and {name} are the same machine, {node}; name it once, HOST:WORKERS")
             self._names[node] = name
 
-    def poll(self, pairs: Iterable[WatchedWorker]) -> dict[str, str]:
-        """After mpirun has ended, kill remaining processes and check the hosts; return the lost ones with reasons."""
-        _, missing = self._check(self._kills(pairs))
+    def poll(self, pairs: Iterable[WatchedWorker], mpiruns: Iterable[int]) -> dict[str, str]:
+        """After mpirun has ended, end what is left of it and check the hosts; return the lost ones with reasons.
+
+        Args:
+            pairs: The workers, which are killed.
+            mpiruns: PIDs of the processes that were mpirun; the folders of their daemons are removed.
+        """
+        ends, removals = self._kills(pairs), [_remove_daemon_folder(pid) for pid in mpiruns]
+        for host in self.left:
+            ends.setdefault(host.name, []).extend(removals)
+        _, missing = self._check(ends)
         self.left = tuple(host for host in self.left if host.name not in missing)
         return missing
 
@@ -281,6 +289,16 @@ class MpiHosts:
     def close(self) -> None:
         """Kill commands that are still running on other hosts."""
         self._agent.close()
+
+
+def _remove_daemon_folder(mpirun: int) -> str:
+    """Return the command that removes the session folder of mpirun's daemon: one that is killed, or cannot begin, leaves it.
+
+    A file in it names the mpirun that the daemon belongs to.
+    """
+    name = this_node().partition(".")[0]
+    found = f'"${{TMPDIR:-/tmp}}"/prted.*/pmix.*.tool.prterun-{shlex.quote(name)}*-{mpirun}@0'
+    return f'for file in {found}; do test -O "$file" && rm -rf "${{file%/*}}"; done'
 
 
 def _is_here(name: str) -> bool:

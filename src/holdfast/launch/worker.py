@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import runpy
 import signal
 import sys
@@ -267,7 +268,10 @@ def _report_failure(error: BaseException, script: Path) -> int:
     failed = describe(error, script)
     settings, rank = worker_name()
     if settings.run_dir:
-        log_beside(settings, rank, str(rank)).write(failed)
+        try:
+            log_beside(settings, rank, str(rank)).write(failed)
+        except HoldfastError as lost:
+            sys.stderr.write(f"holdfast: {lost}\n")
     sys.stdout.flush()
     sys.stderr.write(failed.traceback or f"{failed.message}\n")
     return failed.exit_code
@@ -276,8 +280,8 @@ def _report_failure(error: BaseException, script: Path) -> int:
 def describe(error: BaseException, script: Path) -> ScriptFailed:
     """Return the record of ``error``, which ended ``script``; the caller sets time, rank and step.
 
-    A :class:`~holdfast.errors.HoldfastError` is reported in one line; any other error with its traceback, without the
-    frames above the script's own.
+    A :class:`~holdfast.errors.HoldfastError` is reported in one line, and so is what the system refuses to Holdfast itself;
+    any other error with its traceback, without the frames above the script's own.
     """
     frames = _script_frames(error.__traceback__, script)
     if isinstance(error, SystemExit):
@@ -287,6 +291,8 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
     elif isinstance(error, HoldfastError) and not isinstance(error, InternalError):
         where = _line_in(frames, script)
         message, text = f"{error}{where}", ""
+    elif _is_ours(error.__traceback__) and (refused := refusal(error)):
+        message, text = f"{refused}{_line_in(frames, script)}", ""
     else:
         text = "".join(traceback.format_exception(type(error), error, frames))
         message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
@@ -295,6 +301,10 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
     return ScriptFailed(exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error))
 
 
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = re.compile(r"/(site|dist)-packages/")
+_BELOW_US = re.compile(r"/(site|dist)-packages/(torch|numpy)/")
 _NO_THREAD = "can't start new thread"
 """What CPython's RuntimeError says where the system refuses a thread."""
 
@@ -310,7 +320,7 @@ def is_bug(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _WRONG_PATH
     may_pass = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
-    may_pass = may_pass or str(error) == _NO_THREAD
+    may_pass = may_pass or str(error) == _NO_THREAD or (_is_ours(error.__traceback__) and bool(refusal(error)))
     return isinstance(error, Exception) and not may_pass
 
 
@@ -319,6 +329,18 @@ def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType 
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next
     return frames
+
+
+def _is_ours(frames: TracebackType | None) -> bool:
+    """Return whether Holdfast raised, or what it called of Python, torch or numpy; not the script, nor what that brings."""
+    deepest = ""
+    while frames is not None:
+        name = frames.tb_frame.f_code.co_filename
+        is_python = name.startswith((_STDLIB, "<frozen ")) and not _INSTALLED.search(name)
+        if not (is_python or _BELOW_US.search(name)):
+            deepest = name
+        frames = frames.tb_next
+    return deepest.startswith(_PACKAGE)
 
 
 def _line_in(frames: TracebackType | None, script: Path) -> str:

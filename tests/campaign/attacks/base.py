@@ -30,7 +30,7 @@ class End(enum.IntEnum):
     MAY_STOP = 1
     """It may also stop, with one clear line; resumed without the attack, it ends with those bits."""
     REFUSES = 2
-    """It may also refuse to start, with one clear line, exit code 1 or 2; started without the attack, the same."""
+    """It may also refuse to start, with one clear line, exit code 1 or 2, or 93 after starts in vain; started without the attack, the same."""
 
 
 class Found(AssertionError):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from campaign.attacks.base import End, Kind, Running, moment
 from campaign.plan import FORK_SERVER, LAUNCHER, MPIRUN, WATCHER, WORKER, Attack, Job
-from holdfast.cli.signals import INTERRUPTED
+from holdfast.cli import INTERRUPTED
 
 OFTEN = ("SIGKILL",) * 8 + ("SIGSTOP",) * 4 + ("SIGTERM",) * 3 + ("SIGINT",) * 2
 HARMLESS = {"SIGCHLD", "SIGURG", "SIGWINCH", "SIGCONT"}
