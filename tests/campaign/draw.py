@@ -42,8 +42,8 @@ def draw(seed: int, kinds: frozenset[str] | None = None) -> Plan:
 
 
 def _conflict(kind: Kind, other: Kind) -> bool:
-    """Whether the kinds are of two families that replace the same of a job."""
-    return bool(kind.takes) and kind.takes == other.takes and type(kind).__module__ != type(other).__module__
+    """Whether the kinds are of two families that replace, or need, the same of a job."""
+    return bool(kind.takes & other.takes) and type(kind).__module__ != type(other).__module__
 
 
 def draw_job(rng: random.Random) -> Job:

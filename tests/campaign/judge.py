@@ -149,7 +149,7 @@ def _is_of_script(ended: Ended) -> bool:
 
     Or one of Python, which could not begin.
     """
-    if "Traceback (most recent call last):\n  File \"<frozen site>\"" in ended.said:
+    if 'Traceback (most recent call last):\n  File "<frozen site>"' in ended.said:
         return "/holdfast/" not in ended.said
     count = ended.said.count("Traceback (most recent call last)") - len(_CHAINED.findall(ended.said))
     return (
@@ -181,7 +181,7 @@ def _of_second_launcher(ended: Ended, job: Job, acted: tuple[Attack, ...]) -> Ve
     """
     if ended.second is None or ended.second.code is None or ended.code is None:
         return None
-    code, may_part = ended.second.code, any(KINDS[each.kind].takes == "nodes" for each in acted)
+    code, may_part = ended.second.code, any("nodes" in KINDS[each.kind].takes for each in acted)
     end = f"the second launcher ended with {name_of_code(code)}, the first with {name_of_code(ended.code)}"
     allowed = {0, ended.code} | ({1} if ended.code or may_part else set()) | allowed_codes(job, acted)
     if code not in allowed:

@@ -169,7 +169,7 @@ def test_a_host_that_cannot_take_part_is_named_with_what_it_lacks(make_job, tmp_
         meet(make_job("sleep 60", hosts=(Host(AWAY, 1),), node_timeout_s=0.5), tmp_path)
 
 
-def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, tmp_path):
+def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, tmp_path, monkeypatch):
     hosts = MpiHosts(
         make_job('test ! -e "$0.down" && sh -c "$*"'), RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     )
@@ -178,11 +178,17 @@ def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, t
     sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     first, second, later = (Process.of(sleeper.pid) for sleeper in sleepers)
     earlier = Process(later.pid, later.started - 1)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    name = os.uname().nodename
+    for daemon, mpirun in ((1, 77), (2, 78)):
+        (tmp_path / f"prted.{daemon}" / "0").mkdir(parents=True)
+        (tmp_path / f"prted.{daemon}" / f"pmix.far.tool.prterun-{name}-{mpirun}@0").touch()
     try:
-        lost = hosts.poll([WatchedWorker(first, second, "far"), WatchedWorker(earlier, earlier, "far")])
+        lost = hosts.poll([WatchedWorker(first, second, "far"), WatchedWorker(earlier, earlier, "far")], [77])
 
         assert lost == {AWAY: "could not be reached: exit code 1"}
         assert hosts.left == (Host(FAR, 1),)
+        assert [path.name for path in tmp_path.glob("prted.*")] == ["prted.2"], "the folder of the mpirun that ended"
         assert [sleeper.wait(timeout=20) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
         assert sleepers[2].poll() is None, "another process that got the number of an earlier one"
         hosts.reach(WatchedWorker(later, later, "far")).worker.send(signal.SIGTERM)

@@ -173,7 +173,12 @@ def _redirect_output(rank: int) -> None:
     folder = os.environ.get(LOG_DIR)
     if not folder:
         return
-    log = os.open(Path(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    path, flags = Path(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        log = os.open(path, flags, 0o600)
+    except FileNotFoundError:  # the report was removed since the launcher made the folder
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = os.open(path, flags, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -132,8 +132,10 @@ class Kind:
     weight = 1.0
     """How often it is drawn, relative to others."""
 
-    takes = ""
-    """What of the job it replaces, such as its nodes; kinds of two families that replace the same are in no plan together."""
+    takes: frozenset[str] = frozenset()
+    """What of the job it replaces, or what it needs as it is: its nodes, its checkpoints, the loopback that nodes share.
+
+    Two kinds of two families with something in common are in no plan together."""
 
     def missing(self) -> str:
         """Why it cannot be done on this machine, "" if it can: not root, no such command. Asked once a campaign."""

@@ -65,7 +65,7 @@ class Suspend(Kind):
     """
 
     name = "suspend"
-    takes = "nodes"
+    takes = frozenset(("nodes",))
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         return Attack(self.name, values={"lasts_s": rng.choice(STOPS_S)}, **moment(rng))

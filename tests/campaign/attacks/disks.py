@@ -21,7 +21,7 @@ _BAD: Kept[BadDisks] = Kept()
 class DiskKind(Kind):
     """An attack on the folder ``values["where"]``."""
 
-    takes = "checkpoints"
+    takes = frozenset(("checkpoints",))
 
     def missing(self) -> str:
         return "" if COMPILER else "there is no C compiler"

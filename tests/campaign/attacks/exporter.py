@@ -29,7 +29,7 @@ class BadClients(Kind):
 
     name = "exporter"
     weight = 0.7
-    takes = "nodes"
+    takes = frozenset(("nodes",))
 
     def missing(self) -> str:
         is_there = importlib.util.find_spec("prometheus_client") is not None

@@ -142,7 +142,7 @@ class Damage(Kind):
 
     name = "damage"
     weight = 2.0
-    takes = "checkpoints"
+    takes = frozenset(("checkpoints",))
 
     def suits(self, job: Job) -> bool:
         return bool(job.every) and job.script != "ddp"  # which saves nothing

@@ -145,7 +145,7 @@ class NetworkKind(Kind):
         what: What happens to frames.
     """
 
-    takes = "nodes"
+    takes = frozenset(("nodes", "loopback"))
 
     def __init__(self, prefix: str, what: str) -> None:
         self.name, self._what = f"{prefix}-{what}", what

@@ -49,7 +49,7 @@ class StorageFails(Kind):
 
     name = "object-storage"
     weight = 0.5
-    takes = "checkpoints"
+    takes = frozenset(("checkpoints", "loopback"))
 
     def missing(self) -> str:
         absent = [name for name in ("moto", "flask", "obstore") if importlib.util.find_spec(name) is None]

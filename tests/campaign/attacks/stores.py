@@ -29,7 +29,7 @@ class EtcdMembers(Kind):
 
     name = "etcd-members"
     weight = 0.7
-    takes = "nodes"
+    takes = frozenset(("nodes",))
 
     def missing(self) -> str:
         try:
