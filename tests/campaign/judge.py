@@ -35,12 +35,10 @@ WRONG = (
 _CLEAR = re.compile(r"^(error: |holdfast: stopped|stopped )", re.MULTILINE)
 _OURS = re.compile(r'/holdfast/\S+", line \d+, in (?!<module>)')
 """A function of Holdfast in a traceback."""
-_OF_SCRIPT = re.compile(r'Traceback \(most recent call last\):\n  File "[^"]+/train_\w+\.py", line ')
-"""A traceback that begins in the script: what Holdfast calls the script with is not in it."""
-_CHAINED = re.compile(
-    "^(The above exception was the direct cause of|During handling of the above exception,)", re.MULTILINE
-)
-"""Between the traceback of a cause and that of the error, of which the cause may begin anywhere."""
+_SCRIPT = re.compile(r'  File "[^"]+/train_\w+\.py", line ')
+"""A traceback begins in the script: what Holdfast calls the script with is not in it."""
+_FRAME = re.compile(r'^  File "([^"]+)", line ', re.MULTILINE)
+_LIBRARY = re.compile(r"^<|/python3\.\d+/(?!site-packages)|/site-packages/(torch|numpy)/")
 MANY_DEATHS = 3
 """So many deaths may hit the same slice: then the job stops, and names its samples."""
 CODES: dict[End, frozenset[int]] = {
@@ -149,12 +147,18 @@ def _is_of_script(ended: Ended) -> bool:
 
     Or one of Python, which could not begin.
     """
-    if 'Traceback (most recent call last):\n  File "<frozen site>"' in ended.said:
+    _, *tracebacks = ended.said.split("Traceback (most recent call last):\n")
+    if tracebacks[0].startswith('  File "<frozen site>"'):
         return "/holdfast/" not in ended.said
-    count = ended.said.count("Traceback (most recent call last)") - len(_CHAINED.findall(ended.said))
-    return (
-        count == len(_OF_SCRIPT.findall(ended.said)) and "error: rank " in ended.said and not _OURS.search(ended.said)
-    )
+    begins = [_SCRIPT.match(each) for each in tracebacks]
+    deepest = [_deepest(each) for each in tracebacks]
+    return any(begins) and "error: rank " in ended.said and not any("/holdfast/" in each for each in deepest)
+
+
+def _deepest(traceback: str) -> str:
+    """The file of the deepest frame that is none of Python, torch or numpy; "" if there is none."""
+    files = [name for name in _FRAME.findall(traceback) if not _LIBRARY.search(name)]
+    return files[-1] if files else ""
 
 
 def _of_resume(outcome: Outcome) -> Verdict | None:

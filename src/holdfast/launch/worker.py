@@ -275,8 +275,8 @@ def _report_failure(error: BaseException, script: Path) -> int:
     if settings.run_dir:
         try:
             log_beside(settings, rank, str(rank)).write(failed)
-        except HoldfastError as lost:
-            sys.stderr.write(f"holdfast: {lost}\n")
+        except (HoldfastError, OSError) as lost:  # the launcher learns only that the script failed
+            sys.stderr.write(f"holdfast: {refusal(lost) or lost}\n")
     sys.stdout.flush()
     sys.stderr.write(failed.traceback or f"{failed.message}\n")
     return failed.exit_code

@@ -54,6 +54,9 @@ class StartLimit(Kind):
         return attack.values["limit"] in FAIL_IMPORTS
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
+        others = [int(word.rpartition("=")[2]) for word in launch.words if word.startswith(_option(attack))]
+        if others and min(others) <= attack.values["value"]:  # two attacks of a plan; a limit cannot be raised again
+            return
         at = launch.words.index("holdfast") - 2  # before Python: what other attacks put before it needs files, too
         launch.words[at:at] = _prefix(attack)
 
@@ -68,8 +71,9 @@ class StartLimit(Kind):
 
     def repair(self, attack: Attack, launch: Launch) -> None:
         prefix = _prefix(attack)
-        at = next(i for i in range(len(launch.words)) if launch.words[i : i + len(prefix)] == prefix)
-        del launch.words[at : at + len(prefix)]
+        found = [i for i in range(len(launch.words)) if launch.words[i : i + len(prefix)] == prefix]
+        for at in found[:1]:
+            del launch.words[at : at + len(prefix)]
 
     def simpler(self, attack: Attack) -> Iterable[Attack]:
         values = AT_START[attack.values["limit"]]
@@ -114,8 +118,12 @@ class LaterLimit(Kind):
         return True
 
 
+def _option(attack: Attack) -> str:
+    return f"--{attack.values['limit']}="
+
+
 def _prefix(attack: Attack) -> list[str]:
-    return ["prlimit", f"--{attack.values['limit']}={attack.values['value']}"]
+    return ["prlimit", f"{_option(attack)}{attack.values['value']}"]
 
 
 def _has(attack: Attack, pid: int) -> bool:

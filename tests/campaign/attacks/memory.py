@@ -61,7 +61,8 @@ class OutOfMemory(Kind):
         return End.SURVIVES if attack.victim else End.MAY_STOP
 
     def codes(self, attack: Attack) -> frozenset[int]:
-        return frozenset() if attack.victim else frozenset((-signal.SIGKILL,))
+        """The kernel may end the launcher, too: while a job begins, others of its processes may need the memory left."""
+        return frozenset((-signal.SIGKILL,))
 
     def prepare(self, attack: Attack, launch: Launch) -> None:
         put_in_group(launch, "memory")
