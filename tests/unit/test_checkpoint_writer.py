@@ -119,6 +119,24 @@ def test_in_the_loop_it_is_written_when_begin_returns_and_complete_when_commit_d
     assert set(threading.enumerate()) == threads
 
 
+def test_without_a_thread_it_is_written_in_the_loop_and_the_next_one_beside_it(writer, storage, tmp_path):
+    before = threading.stack_size(1 << 46)  # no process has so much: every thread is refused, as beyond a limit
+    try:
+        writer.begin(5, take(state_of(1)), {})
+        written = list(storage.log)
+        writer.commit(0)
+    finally:
+        threading.stack_size(before)
+
+    assert (written, outcome(writer).saved.step) == (["prepare", "store"], 5)
+    storage.gate.clear()
+    writer.begin(6, take(state_of(2)), {})
+    writer.commit(0)
+    assert steps(tmp_path) == [5]
+    storage.gate.set()
+    assert outcome(writer).saved.step == 6
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_what_is_saved_is_the_state_at_begin_whatever_happens_to_it_then(places, storage, tmp_path, background):
     writer = CheckpointWriter(places, background=background)

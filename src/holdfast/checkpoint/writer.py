@@ -60,6 +60,7 @@ class _Job:
     content: WritePlan
     info: dict[str, Any]
     token: str
+    background: bool
     held_s: float = 0.0
     written_s: float = 0.0
     saved: SavedCheckpoint | None = None
@@ -75,7 +76,8 @@ class _Job:
 class CheckpointWriter:
     """Writes checkpoints one after another, and calls ``after_commit`` when one is complete.
 
-    With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return. If it is
+    With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return; so it does if the
+    system refuses the thread. If it is
     ``incremental`` and the storage has links, blocks that an earlier checkpoint of this writer holds are not written again.
     """
 
@@ -116,13 +118,13 @@ class CheckpointWriter:
         start_s = time.monotonic()
         self.abandon()
         self.wait()
-        own = self._copy(step, content) if self._background else in_host_memory(content)
-        self._job = job = _Job(step, own, info, token)
-        if not self._background:
+        background = self._background and self._has_thread()
+        own = self._copy(step, content) if background else in_host_memory(content)
+        self._job = job = _Job(step, own, info, token, background)
+        if not background:
             self._write(job)
         job.held_s = time.monotonic() - start_s
-        if self._background:
-            self._start()
+        if background:
             self._jobs.put(job)
 
     def _copy(self, step: int, content: WritePlan) -> WritePlan:
@@ -210,17 +212,24 @@ class CheckpointWriter:
             return
         job.finish = finish
         job.decided.set()
-        if not self._background:
+        if not job.background:
             start_s = time.monotonic()
             self._complete(job)
             job.held_s += time.monotonic() - start_s
 
     # -- the thread
 
-    def _start(self) -> None:
+    def _has_thread(self) -> bool:
+        """Start the thread if it does not run; return whether it does."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="holdfast-checkpoint", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="holdfast-checkpoint", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:
+                logger.warning("a checkpoint is written while training waits for it: %s", error)
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
