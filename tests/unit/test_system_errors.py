@@ -12,7 +12,7 @@ from jobs import holdfast as run_command
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launch import worker
+from holdfast.launch import fork_server, worker
 from holdfast.launch.run_paths import RunPaths
 from holdfast.system_errors import refusal
 from holdfast.temporary import TemporaryFolder
@@ -140,6 +140,18 @@ def test_a_failure_whose_record_cannot_be_written_is_still_said(tmp_path, monkey
     assert (code, said.splitlines()[-1]) == (1, "the cause")
     assert said.startswith("holdfast: cannot write records to ")
     assert "Traceback" not in said
+
+
+def test_a_worker_for_which_the_system_refuses_a_process_says_so_in_one_line(monkeypatch):
+    def refuse():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(worker, "adopt_orphans", lambda: None)
+    with pytest.raises(SystemExit, match="^holdfast: a worker cannot begin: Resource temporarily unavailable"):
+        worker.run_watched(["script.py"], None)
+
+    assert fork_server._is_child() is False, "the server goes on"
 
 
 def test_a_command_that_may_open_no_file_ends_with_one_line(tmp_path, monkeypatch):

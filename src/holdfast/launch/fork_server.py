@@ -169,11 +169,19 @@ def serve(listener: socket.socket, ready: int, launcher: int) -> NoReturn:
         connection, _ = listener.accept()
         with connection:
             request = _receive(connection)
-            if request is not None and os.fork() == 0:
+            if request is not None and _is_child():
                 listener.close()
                 _become_watcher(connection, *request)
             for file in request[1] if request is not None else ():
                 os.close(file)
+
+
+def _is_child() -> bool:
+    """Fork, and return whether this is the child. The starter whose watcher the system refuses goes on by itself."""
+    try:
+        return os.fork() == 0
+    except OSError:
+        return False
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

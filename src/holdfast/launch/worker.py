@@ -75,7 +75,10 @@ def run_watched(words: Sequence[str], mpirun: Process | None, starter: Starter |
     """Fork; run the script or module that ``words`` name, in the child, and watch it in this process."""
     adopt_orphans()
     watcher = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        sys.exit(f"holdfast: a worker cannot begin: {refusal(error) or error}")
     if pid == 0:
         die_with_parent(signal.SIGKILL, watcher)
         if starter is not None:

@@ -91,8 +91,11 @@ class ControlGroup:
         self._removed.__exit__(None, None, None)
 
     def prefix(self) -> list[str]:
-        """What to put before a command so that it runs in the group, in the command's own process."""
-        return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self.path / "cgroup.procs")]
+        """What to put before a command so that it runs in the group, in the command's own process.
+
+        The path leads through this process, because ``ip netns exec`` hides control groups.
+        """
+        return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', f"/proc/{os.getpid()}/root{self.path}/cgroup.procs"]
 
     def add(self, pid: int) -> None:
         """Move a process into the group; what it starts later is in it, too."""
