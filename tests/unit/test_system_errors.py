@@ -148,7 +148,7 @@ def test_a_worker_for_which_the_system_refuses_a_process_says_so_in_one_line(mon
 
     monkeypatch.setattr(os, "fork", refuse)
     monkeypatch.setattr(worker, "adopt_orphans", lambda: None)
-    with pytest.raises(SystemExit, match="^holdfast: a worker cannot begin: Resource temporarily unavailable"):
+    with pytest.raises(SystemExit, match=r"^holdfast: a worker cannot begin: Resource temporarily unavailable"):
         worker.run_watched(["script.py"], None)
 
     assert fork_server._is_child() is False, "the server goes on"
