@@ -42,7 +42,7 @@ def _as_os_error(error: BaseException) -> BaseException:
     if isinstance(error, ImportError) and "Too many open files" in text:
         return OSError(errno.EMFILE, "Too many open files")
     if isinstance(error, ModuleNotFoundError):  # also if its folder could not be opened
-        return _error_of_a_new_file() or error
+        return error_of_a_new_file() or error
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return OSError(errno.EAGAIN, "Cannot start a thread")
     if isinstance(error, LookupError) and text.startswith("unknown encoding: "):  # Python could not load its module
@@ -50,7 +50,7 @@ def _as_os_error(error: BaseException) -> BaseException:
     return error
 
 
-def _error_of_a_new_file() -> OSError | None:
+def error_of_a_new_file() -> OSError | None:
     """Return the error that this process gets if it opens another file, None if it gets none."""
     try:
         os.close(os.open("/", os.O_RDONLY | os.O_DIRECTORY))

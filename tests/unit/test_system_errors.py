@@ -4,7 +4,9 @@ import errno
 import os
 import resource
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,9 @@ from jobs import holdfast as run_command
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launch import fork_server, worker
+from holdfast.launch import fork_server, processes, worker
 from holdfast.launch.run_paths import RunPaths
-from holdfast.system_errors import refusal
+from holdfast.system_errors import error_of_a_new_file, refusal
 from holdfast.temporary import TemporaryFolder
 
 
@@ -171,3 +173,31 @@ def _limited(folder):
     path.write_text(f'#!/bin/sh\nulimit -n 8\nexec {sys.executable} "$@"\n')
     path.chmod(0o755)
     return str(path)
+
+
+def test_a_launcher_that_may_open_no_file_still_ends_what_it_has_started(tmp_path):
+    """It cannot look at a process, nor open a handle of it."""
+    log = tmp_path / "log"
+    started = processes.start(["sh", "-c", "sleep 60 & echo $!; wait"], dict(os.environ), log)
+    while not log.read_text().strip():
+        time.sleep(0.01)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+    try:
+        error = error_of_a_new_file()
+        processes.end_without_files([started])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+    assert error is not None
+    assert error.errno == errno.EMFILE
+    assert started.returncode == -signal.SIGKILL
+    child = int(log.read_text())
+    assert ended_within(10.0, lambda: processes.Process.of(child) is None)
+
+
+def ended_within(limit_s, is_true):
+    ends_s = time.monotonic() + limit_s
+    while not is_true() and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    return is_true()

@@ -23,7 +23,7 @@ from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.mpi_hosts import MpiHosts
 from holdfast.launch.own_memory import release_memory
 from holdfast.launch.ports import shut_ports
-from holdfast.launch.processes import Process, WatchedWorker, end, pair_path, start, this_node
+from holdfast.launch.processes import Process, WatchedWorker, end, end_without_files, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.slots import Slots
 from holdfast.launch.starting import StartupStatus
@@ -33,6 +33,7 @@ from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
 from holdfast.report.event_lines import cause_of_death
+from holdfast.system_errors import error_of_a_new_file, is_limit
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
@@ -254,6 +255,18 @@ class JobAttempt:
         """Kill every process that still runs."""
         if self._killed is not None:
             self._killed.close()
+        try:
+            if (
+                error := error_of_a_new_file()
+            ) is not None:  # processes would be taken for ended: none can be looked at
+                raise error
+            self._end_all()
+        except OSError as error:
+            if not is_limit(error):
+                raise
+            end_without_files(self._started)
+
+    def _end_all(self) -> None:
         self._hear_watchers()
         server = None if self.fork_server is None else self.fork_server.process
         forked_by = server.pid if server is not None and server.poll() is None else None

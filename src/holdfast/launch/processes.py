@@ -300,6 +300,20 @@ def start(
         )
 
 
+def end_without_files(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill the processes from :func:`start` and the workers below them, from a process that may open no file.
+
+    Watchers and workers are in the group of the process that was started for them. Other processes of the workers end
+    with these. Mpirun cannot remove its files.
+    """
+    for process in processes:
+        if process.poll() is None:  # so the number is still that of its group
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_CHILDREN_END_S)
+
+
 def end(
     processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None = None
 ) -> None:
