@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from holdfast.checkpoint import steps, verify
 from holdfast.errors import HoldfastError
 
 FOLDERS_OF_TORCH = "torchinductor_"
+PROBE_OF_PYTHON = re.compile("[a-z0-9_]{8}")
+"""An empty file that ``tempfile`` makes and removes to see where it can write; a process may be killed between."""
 
 
 @dataclass
@@ -215,8 +218,14 @@ def left_files(temporary: Path, launchers: list[int]) -> list[str]:
     mine = tuple(f"holdfast-{pid}-" for pid in launchers)
     others = ("holdfast-", FOLDERS_OF_TORCH)  # of other jobs, and what torch keeps for the next process
     found = [path for path in temporary.iterdir() if path.name.startswith(mine) or not path.name.startswith(others)]
+    found = [path for path in found if not (PROBE_OF_PYTHON.fullmatch(path.name) and is_empty(path))]
     files = [*found, *(path for start in mine for path in Path("/dev/shm").glob(f"{start}*"))]
     return sorted(map(str, files))
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a path is a file of no bytes."""
+    return path.is_file() and path.stat().st_size == 0
 
 
 def newest_intact(checkpoints: str) -> int | None:

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -194,6 +195,15 @@ def test_a_launcher_that_may_open_no_file_still_ends_what_it_has_started(tmp_pat
     assert started.returncode == -signal.SIGKILL
     child = int(log.read_text())
     assert ended_within(10.0, lambda: processes.Process.of(child) is None)
+
+
+def test_output_goes_on_after_its_folder_was_removed(tmp_path):
+    path = tmp_path / "report" / "logs" / "rank-0.log"
+    for _ in range(2):
+        os.close(processes.open_log(path))
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        shutil.rmtree(tmp_path / "report")
 
 
 def ended_within(limit_s, is_true):

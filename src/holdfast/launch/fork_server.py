@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
-from holdfast.launch.processes import Process, die_with_parent
+from holdfast.launch.processes import Process, die_with_parent, open_log
 
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
@@ -71,8 +71,7 @@ class ForkServer:
         listener = _listen(self._path)
         self._importing, ready = os.pipe()
         ours = listener.fileno(), ready
-        log.touch(mode=0o600)
-        with log.open("ab") as output:
+        with os.fdopen(open_log(log), "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), str(os.getpid()), *words],
                 env=dict(env),

@@ -287,8 +287,7 @@ def start(
     It inherits the descriptors ``files``. It does not die with this process: the workers' watchers detect the death of
     the launcher, and make the workers save and exit.
     """
-    log.touch(mode=0o600)
-    with log.open("ab") as output:
+    with os.fdopen(open_log(log), "ab") as output:
         return subprocess.Popen(
             command,
             env=env,
@@ -298,6 +297,16 @@ def start(
             process_group=0,  # Ctrl-C is for the launcher: workers must finish their step
             pass_fds=files,
         )
+
+
+def open_log(path: Path) -> int:
+    """Open a file of output to append to it, mode 0600; its folder is made again if a user removed it with the report."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(path, flags, 0o600)
 
 
 def end_without_files(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -27,7 +27,7 @@ from holdfast.debug.stacks import stack_path, write_stacks_on_signal
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError
 from holdfast.launch.device_loss import device_loss
 from holdfast.launch.gpus import for_slot, hint_for
-from holdfast.launch.processes import adopt_orphans, die_with_parent, wait_for_end
+from holdfast.launch.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
 from holdfast.launch.slots import slot_at_start
 from holdfast.launch.target import Target
 from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above, watch
@@ -176,12 +176,7 @@ def _redirect_output(rank: int) -> None:
     folder = os.environ.get(LOG_DIR)
     if not folder:
         return
-    path, flags = Path(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    try:
-        log = os.open(path, flags, 0o600)
-    except FileNotFoundError:  # the report was removed since the launcher made the folder
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = os.open(path, flags, 0o600)
+    log = open_log(Path(folder, f"rank-{rank}.log"))
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
