@@ -119,7 +119,7 @@ def _of_run(
         ended.files and not may_leave and (ended.code >= 0 or is_last)
     ):  # what a killed launcher left is removed by the next one
         return Verdict("left-overs", f"{end}: {', '.join(ended.files)}")
-    if _ended_in_python(ended):
+    if _interrupted_python(ended) or (script_may_fail and _python_could_not_begin(ended)):
         return None
     if (ended.code == INTERRUPTED) != (NO_JOB in ended.said.splitlines()):
         return Verdict("no clear line", f"{end}: {ended.said[-1500:]}")
@@ -136,20 +136,21 @@ def _of_run(
     return None
 
 
-def _ended_in_python(ended: Ended) -> bool:
+def _interrupted_python(ended: Ended) -> bool:
     """Whether Ctrl-C ended the launcher while it was nothing but Python that starts, or imports the package itself."""
     is_start = ended.code == -signal.SIGINT or "Fatal Python error: init_" in ended.said
     return is_start and "KeyboardInterrupt" in ended.said and not _OURS.search(ended.said)
 
 
-def _is_of_script(ended: Ended) -> bool:
-    """Whether each traceback is one of the script's own statements, behind the one line that names the error.
+def _python_could_not_begin(ended: Ended) -> bool:
+    """Whether the launcher ended while Python imported its own modules: nothing of Holdfast had run yet."""
+    is_start = "Fatal Python error: init_" in ended.said or 'File "<frozen site>"' in ended.said
+    return ended.code == 1 and is_start and "/holdfast/" not in ended.said
 
-    Or one of Python, which could not begin.
-    """
+
+def _is_of_script(ended: Ended) -> bool:
+    """Whether each traceback is one of the script's own statements, behind the one line that names the error."""
     _, *tracebacks = ended.said.split("Traceback (most recent call last):\n")
-    if tracebacks[0].startswith('  File "<frozen site>"'):
-        return "/holdfast/" not in ended.said
     begins = [_SCRIPT.match(each) for each in tracebacks]
     deepest = [_deepest(each) for each in tracebacks]
     return any(begins) and "error: rank " in ended.said and not any("/holdfast/" in each for each in deepest)
