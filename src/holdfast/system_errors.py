@@ -18,6 +18,8 @@ _REFUSED = {
 }
 """What is refused, the limit that may be the cause, and what to do."""
 _OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+KINDS = (OSError, MemoryError, RuntimeError, ImportError, LookupError)
+"""Kinds of the errors of which :func:`refusal` may say something."""
 
 
 def refusal(error: BaseException) -> str:

@@ -38,6 +38,10 @@ def test_without_a_limit_only_the_cause_is_named(monkeypatch):
     assert refusal(MemoryError()) == "Cannot allocate memory"
     assert refusal(RuntimeError("can't start new thread")) == "Cannot start a thread"
     assert refusal(LookupError("unknown encoding: idna")) == "Cannot load Python's encoding idna"
+    numpys = ImportError(
+        "\n\nImporting the numpy C-extensions failed. Original error was: x.so: failed to map segment from"
+    )
+    assert refusal(numpys) == "Cannot allocate memory"
     assert refusal(ImportError("libx.so: failed to map segment from shared object")) == "Cannot allocate memory"
 
 

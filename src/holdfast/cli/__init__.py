@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from holdfast import system_errors
 from holdfast._lazy import lazy
-from holdfast.system_errors import refusal
 
 if TYPE_CHECKING:
     from holdfast.cli.app import app, exit_code_of
@@ -48,8 +48,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     with ended_by_interrupt(line):
         try:
             from holdfast.cli.app import main as run_command
-        except (ImportError, MemoryError, OSError) as error:
-            if not (refused := refusal(error)):
+        except system_errors.KINDS as error:
+            if not (refused := system_errors.refusal(error)):
                 raise
             print(f"error: {refused}", file=sys.stderr)
             sys.exit(1)

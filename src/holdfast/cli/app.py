@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer import Option
 
+from holdfast import system_errors
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.dashboard import dashboard
@@ -27,7 +28,6 @@ from holdfast.cli.top import top
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 from holdfast.report.formatting import clean
-from holdfast.system_errors import refusal
 
 app = typer.Typer(
     name="holdfast",
@@ -86,8 +86,8 @@ def main(args: Sequence[str]) -> NoReturn:
         message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
         print(f"error: {message}{_all_options(error)}", file=sys.stderr)
         sys.exit(2)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if debug or not (why := refusal(error)):
+    except system_errors.KINDS as error:
+        if debug or not (why := system_errors.refusal(error)):
             raise
         print(f"error: {clean(why)}", file=sys.stderr)
         sys.exit(1)
