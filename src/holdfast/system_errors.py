@@ -17,7 +17,7 @@ _REFUSED = {
     errno.ENOMEM: ("this process may use only {} bytes of memory", resource.RLIMIT_AS, "give it more (ulimit -v)"),
 }
 """What is refused, the limit that may be the cause, and what to do."""
-_OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EBADF)
 
 
 def refusal(error: BaseException) -> str:
@@ -27,6 +27,8 @@ def refusal(error: BaseException) -> str:
         return ""
     place = "" if error.filename is None else f" ({error.filename})"
     what = f"{error.strerror}{place}"
+    if error.errno == errno.EBADF:
+        return f"{what}: a file or socket of Holdfast was closed by other code, such as the script"
     if error.errno not in _REFUSED:
         return what
     said, kind, cure = _REFUSED[error.errno]

@@ -42,6 +42,13 @@ def test_a_full_disk_is_named_with_its_file():
     assert refused(errno.ENOSPC, "/tmp/x") == "No space left on device (/tmp/x)"
 
 
+def test_a_file_that_the_script_closed_is_blamed_on_it():
+    assert (
+        refused(errno.EBADF)
+        == "Bad file descriptor: a file or socket of Holdfast was closed by other code, such as the script"
+    )
+
+
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOENT, "gone"), RuntimeError("a defect"), ValueError("x"), ConnectionResetError()]
 )
