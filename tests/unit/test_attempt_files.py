@@ -88,6 +88,23 @@ def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pa
     assert all(map(attempt.is_ended, (0, 1, 2)))
 
 
+def test_processes_are_known_although_their_file_was_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
+    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
+    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    pair = WatchedWorker(Process(pid=2**22, started=1), Process(pid=2**22 + 1, started=1))
+    pair.note(pair_path(tmp_path, 0))
+    assert attempt.pair(0) == pair
+
+    pair_path(tmp_path, 0).unlink()
+
+    assert attempt.pair(0) == pair
+    assert attempt.pair(1) is None
+    attempt.disown([0])
+    assert attempt.pair(0) is None
+
+
 def test_a_worker_that_lives_or_starts_again_is_read_on(paths):
     files = AttemptFiles(paths)
     files.follow([0, 1], [0, 1])

@@ -96,6 +96,7 @@ class JobAttempt:
         self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._pairs: dict[int, WatchedWorker] = {}
         self._looks_at_ports = _PORT_LOOKS if job.fabric.has_parent_process and hosts is None else 0
         if job.fabric.starts_each:
             for rank in ranks:
@@ -186,6 +187,7 @@ class JobAttempt:
         """Have the watchers of workers on hosts out of reach end them: each looks for its file in the run directory."""
         for rank in ranks:
             pair_path(self._run_dir, rank).unlink(missing_ok=True)
+            self._pairs.pop(rank, None)
 
     def crash(self) -> str:
         """Return which signal killed mpirun, or ""."""
@@ -210,9 +212,15 @@ class JobAttempt:
         return any(process.poll() is None for process in self._started)
 
     def pair(self, rank: int) -> WatchedWorker | None:
-        """Return the processes of ``rank``, or None if they have not started yet."""
-        pair = WatchedWorker.read(pair_path(self._run_dir, rank))
-        return pair if pair is None or self._hosts is None else self._hosts.reach(pair)
+        """Return the processes of ``rank``, or None if they have not started yet.
+
+        They are remembered: programs that clean up temporary directories may remove the file, which is not written again.
+        """
+        pair = WatchedWorker.read(pair_path(self._run_dir, rank)) or self._pairs.get(rank)
+        if pair is None:
+            return None
+        self._pairs[rank] = pair
+        return pair if self._hosts is None else self._hosts.reach(pair)
 
     def _pair_here(self, rank: int) -> WatchedWorker | None:
         """Return the processes of ``rank`` if they are on this machine."""

@@ -38,9 +38,9 @@ from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
 from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.event_log import EventLog
-from holdfast.records.files import read_run
+from holdfast.records.files import load_events, read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
-from holdfast.records.types import JobRestarted
+from holdfast.records.types import JobRestarted, Record
 from holdfast.setting_choices import AUTO
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
+_TOUCH_EVERY_S = 3600.0
 _NO_DAEMON = "A daemon failed to report back after being spawned"
 """Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
@@ -90,6 +91,7 @@ class Launcher:
         self._dashboard: Dashboard | None = None
         self._restarts = 0
         self._begun_s = time.monotonic()
+        self._touched_s = 0.0
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
@@ -254,11 +256,19 @@ class Launcher:
         if self._dashboard is not None:
             self._dashboard.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
+            self._keep_files()
             attempt.shut_ports()
             self._health.poll(attempt)
             self._elastic.answer_requests(attempt)
         if not self._stopping.is_requested:
             self._elastic.start_newcomers(attempt)
+
+    def _keep_files(self) -> None:
+        """Keep the system from removing the files of this run because they are old."""
+        now_s = self._run.clock.now_s()
+        if now_s - self._touched_s > _TOUCH_EVERY_S:
+            self._touched_s = now_s
+            self._paths.touch()
 
     def _lost_folder(self) -> Verdict | None:
         """Return the verdict if a directory of this run was removed: its workers can no longer be monitored."""
@@ -454,7 +464,7 @@ class Launcher:
         exit_code, message, traceback = explain(self._job, verdict, self._state)
         if self._dashboard is not None:
             self._dashboard.finish(exit_code, message)
-        records, wall_s = read_run(self._paths.run_dir), self._run.clock.now_s()
+        records, wall_s = self._records(), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,
             records,
@@ -477,6 +487,13 @@ class Launcher:
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
         )
+
+    def _records(self) -> list[Record]:
+        """Return the records of the run; those in the report directory if a file of the run directory was removed."""
+        events, report_dir = self._run.events, self._job.report_dir
+        if report_dir is not None and events is not None and events.has_all() and not self._bus.has_file():
+            return load_events(report_dir)
+        return read_run(self._paths.run_dir)
 
     def _mpirun_output(self) -> str:
         try:
