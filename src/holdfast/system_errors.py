@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 
 _REFUSED = {
     errno.EMFILE: ("this process may open only {} files", resource.RLIMIT_NOFILE, "raise the limit (ulimit -n)"),
@@ -23,6 +24,8 @@ _OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, err
 def refusal(error: BaseException) -> str:
     """Return in one line what the system refused and what to do, "" if ``error`` is none of these errors."""
     error = _as_os_error(error)
+    if isinstance(error, OSError) and error.filename == sys.executable:
+        return f"cannot start {sys.executable}: {error.strerror}; it may have been replaced while this process ran"
     if not isinstance(error, OSError) or error.errno not in (*_REFUSED, *_OTHERS):
         return ""
     place = "" if error.filename is None else f" ({error.filename})"

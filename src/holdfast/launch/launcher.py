@@ -42,6 +42,7 @@ from holdfast.records.files import load_events, read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted, Record
 from holdfast.setting_choices import AUTO
+from holdfast.system_errors import refusal
 
 if TYPE_CHECKING:
     from holdfast.launch.dashboard import Dashboard
@@ -212,7 +213,10 @@ class Launcher:
         self._health.begin()
         self._elastic.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
-        self._attempt = attempt = self._start(start)
+        try:
+            self._attempt = attempt = self._start(start)
+        except OSError as error:
+            return JobBroken(f"the workers cannot be started: {refusal(error) or error}")
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before reading: a process that has ended has written all records
