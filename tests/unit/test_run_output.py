@@ -91,6 +91,17 @@ def test_a_signal_ends_the_wait_for_a_reader(streams):
     os.close(writes)
 
 
+def test_what_the_encoding_does_not_have_is_printed_by_its_number(monkeypatch):
+    reads, writes = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writes, "w", encoding="ascii"))
+
+    with RunOutput():
+        print("50 % ███ \udcff")
+    sys.stdout.close()
+
+    assert everything(reads) == b"50 % \\u2588\\u2588\\u2588 \\udcff\n"
+
+
 def closed_pipe():
     reads, writes = os.pipe()
     os.close(reads)

@@ -77,8 +77,8 @@ class RunOutput:
         queue = self._queues.setdefault((found.st_dev, found.st_ino), _Queue())
         file = io.BufferedWriter(_QueuedFile(fd, queue, refused))
         return io.TextIOWrapper(
-            file, encoding=stream.encoding, errors=stream.errors, line_buffering=True, write_through=True
-        )
+            file, encoding=stream.encoding, errors="backslashreplace", line_buffering=True, write_through=True
+        )  # a worker may print what the encoding of the terminal has not
 
     def _lose(self, error: OSError) -> None:
         """Say once that stdout is lost."""
