@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 
 _REFUSED = {
     errno.EMFILE: ("this process may open only {} files", resource.RLIMIT_NOFILE, "raise the limit (ulimit -n)"),
@@ -17,7 +18,7 @@ _REFUSED = {
     errno.ENOMEM: ("this process may use only {} bytes of memory", resource.RLIMIT_AS, "give it more (ulimit -v)"),
 }
 """What is refused, the limit that may be the cause, and what to do."""
-_OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EBADF)
 KINDS = (OSError, MemoryError, RuntimeError, ImportError, LookupError)
 """Kinds of the errors of which :func:`refusal` may say something."""
 
@@ -25,10 +26,14 @@ KINDS = (OSError, MemoryError, RuntimeError, ImportError, LookupError)
 def refusal(error: BaseException) -> str:
     """Return in one line what the system refused and what to do, "" if ``error`` is none of these errors."""
     error = _as_os_error(error)
+    if isinstance(error, OSError) and error.filename == sys.executable:
+        return f"cannot start {sys.executable}: {error.strerror}; it may have been replaced while this process ran"
     if not isinstance(error, OSError) or error.errno not in (*_REFUSED, *_OTHERS):
         return ""
     place = "" if error.filename is None else f" ({error.filename})"
     what = f"{error.strerror}{place}"
+    if error.errno == errno.EBADF:
+        return f"{what}: a file or socket of Holdfast was closed by other code, such as the script"
     if error.errno not in _REFUSED:
         return what
     said, kind, cure = _REFUSED[error.errno]

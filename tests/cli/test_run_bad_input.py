@@ -167,6 +167,19 @@ def test_a_missing_script_is_named(capsys):
     assert "there is no script 'nowhere.py'" in refusal(["nowhere.py"], capsys)
 
 
+@pytest.mark.parametrize("command", ["run", "doctor", "status"])
+def test_a_working_directory_that_was_removed_is_named(command, script, capsys, monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+    with pytest.raises(SystemExit) as caught:
+        main([command, str(script)])
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: the working directory was removed; change to another one (cd)\n"
+
+
 def test_a_script_is_asked_for(capsys):
     assert "SCRIPT" in refusal(["-n", "2"], capsys)
 

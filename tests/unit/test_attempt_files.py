@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from holdfast.config import Settings
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.job import Job
+from holdfast.launch.job_state import JobBroken
+from holdfast.launch.launcher import Launcher
+from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.launch.run_paths import RunPaths
 from holdfast.records.files import FileRecorder
@@ -86,6 +93,86 @@ def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pa
     assert list(attempt._watchers) == [1, 2], "1 ended before it wrote a pair: nothing else says that it has ended"
     assert len(attempt._started) == 2
     assert all(map(attempt.is_ended, (0, 1, 2)))
+
+
+def test_processes_are_known_although_their_file_was_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
+    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
+    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    pair = WatchedWorker(Process(pid=2**22, started=1), Process(pid=2**22 + 1, started=1))
+    pair.note(pair_path(tmp_path, 0))
+    assert attempt.pair(0) == pair
+
+    pair_path(tmp_path, 0).unlink()
+
+    assert attempt.pair(0) == pair
+    assert attempt.pair(1) is None
+    attempt.disown([0])
+    assert attempt.pair(0) is None
+
+
+def refuse(*_):
+    raise OSError(errno.ENOEXEC, os.strerror(errno.ENOEXEC), sys.executable)
+
+
+REFUSED = f"cannot start {sys.executable}: Exec format error; it may have been replaced while this process ran"
+
+
+def test_a_replacement_that_cannot_be_started_is_tried_again_and_costs_the_job_nothing(tmp_path, monkeypatch):
+    started, lines = [], []
+    monkeypatch.setattr(
+        "holdfast.launch.attempt.start", lambda *given: started.append(given[1]) or SimpleNamespace(poll=lambda: None)
+    )
+    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
+    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    elastic = ElasticWorkers.__new__(ElasticWorkers)
+    waits = []
+    elastic._run = SimpleNamespace(
+        nodes=None,
+        population=WorkerPopulation(limit=3, next_rank=2),
+        clock=SimpleNamespace(now_s=lambda: now_s),
+        view=SimpleNamespace(print_line=lines.append),
+        files=SimpleNamespace(follow=lambda *_: None),
+        state=SimpleNamespace(wait_for=waits.append),
+    )
+    now_s = 0.0
+    elastic._run.population.died(1, now_s)
+
+    with monkeypatch.context() as broken:
+        broken.setattr("holdfast.launch.attempt.start", refuse)
+        elastic.start_newcomers(attempt)
+    assert (waits, attempt.processes) == ([], (0, 1))
+    assert lines == [f"rank 2 cannot be started: {REFUSED}"]
+
+    now_s = 100.0
+    elastic.start_newcomers(attempt)
+    assert (waits, attempt.processes) == ([3], (0, 1, 3))
+    assert started[-1]["HOLDFAST_SLOT"] == "2", "rank 2 has not kept a slot"
+
+
+def test_a_start_that_fails_leaves_no_process_and_ends_the_job_in_one_line(tmp_path, monkeypatch):
+    started, ended = [], []
+
+    def start_one(*given):
+        if started:
+            refuse()
+        started.append(SimpleNamespace(poll=lambda: None, pid=1))
+        return started[-1]
+
+    monkeypatch.setattr("holdfast.launch.attempt.start", start_one)
+    monkeypatch.setattr("holdfast.launch.attempt.end", lambda processes, *_: ended.extend(processes))
+    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
+    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    launcher = Launcher.__new__(Launcher)
+    launcher._begin = lambda ranks: SimpleNamespace(own=ranks, alive=ranks)
+    launcher._job = job
+    launcher._state = launcher._health = launcher._elastic = launcher._files = Mock()
+    launcher._start = lambda start: JobAttempt(job, job.settings, start.own, paths)
+
+    assert launcher._run_once((0, 1)) == JobBroken(f"the workers cannot be started: {REFUSED}")
+    assert ended == started
 
 
 def test_a_worker_that_lives_or_starts_again_is_read_on(paths):

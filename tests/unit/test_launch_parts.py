@@ -31,6 +31,7 @@ from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stopping import StopProcedure
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
+from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.paths import stop_path
 from holdfast.records.types import (
@@ -45,6 +46,23 @@ from holdfast.records.types import (
 from holdfast.report.event_lines import EventFormatter
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
+
+
+@pytest.mark.parametrize("removed", ["records-launcher.jsonl", "events.jsonl"])
+def test_a_report_has_the_records_whose_file_was_removed_from_the_run_directory(tmp_path, removed):
+    (tmp_path / "run").mkdir()
+    events, own = EventLog(tmp_path / "report"), FileRecorder(tmp_path / "run" / "records-launcher.jsonl")
+    own.write(SEEN)
+    events.write(SEEN)
+    launcher = Launcher.__new__(Launcher)
+    launcher._job = SimpleNamespace(report_dir=tmp_path / "report")
+    launcher._run = SimpleNamespace(events=events)
+    launcher._bus = SimpleNamespace(has_file=own.is_there)
+    launcher._paths = SimpleNamespace(run_dir=tmp_path / "run")
+
+    next(tmp_path.glob(f"*/{removed}")).unlink()
+
+    assert launcher._records() == [SEEN]
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path):

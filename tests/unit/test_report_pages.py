@@ -516,3 +516,10 @@ def test_what_cannot_be_compared_is_said_in_one_line(names, message, tmp_path):
 def test_a_page_of_one_run_has_its_place(tmp_path):
     with pytest.raises(ConfigError, match=r"--out is for the page of several runs; .*index\.html"):
         report_command([written(tmp_path / "one")], out=tmp_path / "page.html")
+
+
+def test_a_page_may_show_an_argument_that_is_no_text_and_is_utf_8_in_every_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.report.html.draw_results", lambda directory: "· \udcff")
+    monkeypatch.setattr("locale.getencoding", lambda: "ascii")
+
+    assert write_page(tmp_path).read_bytes() == "· \\udcff".encode()

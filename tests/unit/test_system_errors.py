@@ -49,6 +49,13 @@ def test_a_full_disk_is_named_with_its_file():
     assert refused(errno.ENOSPC, "/tmp/x") == "No space left on device (/tmp/x)"
 
 
+def test_a_file_that_the_script_closed_is_blamed_on_it():
+    assert (
+        refused(errno.EBADF)
+        == "Bad file descriptor: a file or socket of Holdfast was closed by other code, such as the script"
+    )
+
+
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOENT, "gone"), RuntimeError("a defect"), ValueError("x"), ConnectionResetError()]
 )
@@ -168,7 +175,8 @@ def test_a_command_that_may_open_no_file_ends_with_one_line(tmp_path, monkeypatc
     ended = run_command("run", "-n", 2, "--fabric", "virtual", tmp_path / "script.py")
 
     assert ended.returncode == 1
-    assert ended.stderr.startswith("error: Too many open files: this process may open only 8 files; raise the limit")
+    why = "Too many open files: this process may open only 8 files; raise the limit (ulimit -n)"
+    assert ended.stderr in (f"error: {why}\n", f"error: the workers cannot be started: {why}\n")
     assert "Traceback" not in ended.stderr
 
 

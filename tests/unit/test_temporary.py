@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from small_disk import fill, small_disk
@@ -231,3 +232,19 @@ folder.remove()
 
     assert names(tmp_path / "t") == []
     assert names(tmp_path / "kept") == ["file"]
+
+
+def test_files_of_a_run_are_made_to_look_new(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    paths = RunPaths.make(None)
+    (paths.run_dir / "ompi").mkdir()
+    (paths.run_dir / "gone").symlink_to("nothing")
+    files = [paths.run_dir, paths.run_dir / MARKER, paths.run_dir / "ompi" / "0", paths.run_dir / "gone"]
+    files[2].touch()
+    for file in files:
+        os.utime(file, (1, 1), follow_symlinks=False)
+
+    paths.touch()
+
+    assert all(file.lstat().st_mtime > 1 and file.lstat().st_atime > 1 for file in files)
+    paths.clear()

@@ -30,6 +30,7 @@ __all__ = ["app", "exit_code_of", "main"]
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped with its state saved, 93 failed for good, 130 interrupted."""
     words = list(sys.argv[1:] if args is None else args)
+    _open_standard_files()
     if words[:1] == ["--version"] or words[:2] == ["--debug", "--version"]:
         from holdfast import __version__
 
@@ -54,6 +55,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             print(f"error: {refused}", file=sys.stderr)
             sys.exit(1)
         run_command(words)
+
+
+def _open_standard_files() -> None:
+    """Open those of stdin, stdout and stderr that are closed, as some daemons start commands: another file would get the number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - for the whole process
 
 
 def _answer(text: str) -> NoReturn:

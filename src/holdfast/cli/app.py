@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -67,8 +68,17 @@ def options(
 ) -> None:
     """Options that all commands share."""
     need_command(context)
+    _check_working_directory()
     if context.invoked_subcommand != "run":  # which has nothing to undo before it launches a job
         raise_on_interrupt()
+
+
+def _check_working_directory() -> None:
+    """Refuse to begin in a directory that was removed: paths could not be made absolute, nor a process started."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory was removed; change to another one (cd)") from None
 
 
 def main(args: Sequence[str]) -> NoReturn:

@@ -68,6 +68,8 @@ class RunArguments:
     )
 
 
+_LAST_S = 1.0
+"""A job that was asked to stop waits so long for a reader of its output that takes nothing."""
 OPTIONS = declared(RunArguments, Settings, Job)
 _CONVERTED = ("token", "slices", "checkpoint_every")
 """Settings whose value is not that of the option."""
@@ -108,8 +110,8 @@ def run(
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
-    from holdfast.launch.launcher import launch
-    from holdfast.launch.live import make_view
+    from holdfast.cli.output import RunOutput
+    from holdfast.launch.worker_context import STOPPED
 
     if said := _take_scheduled(context, given):
         print(f"holdfast: {said}", file=sys.stderr)
@@ -117,6 +119,21 @@ def run(
     asked = RunArguments(**{each.name: given[each.parameter] or each.default for each in fields_of(RunArguments)})
     job = _job(script, args or [], given, asked)
     _check_baseline(asked.baseline, job.report_dir)
+    with RunOutput() as output:
+        exit_code = _launch(job, asked)
+        if exit_code == STOPPED:
+            output.patience_s = _LAST_S
+        output.drain()
+        if asked.as_json and output.error is not None:  # the report is what the caller waits for
+            return exit_code or 1
+    return exit_code
+
+
+def _launch(job: Job, asked: RunArguments) -> int:
+    """Run the job and show how it ended; return the exit code."""
+    from holdfast.launch.launcher import launch
+    from holdfast.launch.live import make_view
+
     try:
         with sigterm_as_interrupt():
             outcome = launch(job, make_view(sys.stderr if asked.as_json else sys.stdout))

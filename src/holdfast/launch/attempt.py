@@ -49,6 +49,9 @@ _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 class JobAttempt:
     """A started job. The constructor starts it as its last action; :meth:`end` leaves no process behind.
 
+    Raises:
+        OSError: if the system cannot start a process; none is left behind.
+
     Args:
         job: The job to run.
         settings: Settings of this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
@@ -97,22 +100,38 @@ class JobAttempt:
         self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._pairs: dict[int, WatchedWorker] = {}
         self._looks_at_ports = _PORT_LOOKS if job.fabric.has_parent_process and hosts is None else 0
-        if job.fabric.starts_each:
+        try:
+            self._start_all(ranks, each=job.fabric.starts_each)
+        except OSError:
+            self.end()
+            raise
+        self._mpirun = self._started[0] if job.fabric.has_parent_process else None
+
+    def _start_all(self, ranks: Iterable[int], *, each: bool) -> None:
+        if each:
             for rank in ranks:
                 self.add(rank)
         else:
             self._started.append(start(self._command, self._env, self._log, self._locks))
-        self._mpirun = self._started[0] if job.fabric.has_parent_process else None
 
     def add(self, rank: int) -> None:
-        """Start a single worker, if the fabric starts each; a worker that is started later is a newcomer."""
-        if rank not in self.processes:
-            self.processes = (*self.processes, rank)
+        """Start a single worker, if the fabric starts each; a worker that is started later is a newcomer.
+
+        Raises:
+            OSError: if the system cannot start a process; nothing has changed then.
+        """
         self._forget_ended()
         env = self._env | {"HOLDFAST_RANK": str(rank)} | self._slots.variables(rank, self.is_ended)
-        self._watchers[rank] = start(self._command, env, self._log, self._locks)
+        try:
+            self._watchers[rank] = start(self._command, env, self._log, self._locks)
+        except OSError:
+            self._slots.release(rank)
+            raise
         self._started.append(self._watchers[rank])
+        if rank not in self.processes:
+            self.processes = (*self.processes, rank)
 
     def _forget_ended(self) -> None:
         """Drop what was started for workers that are known to have ended without it; their number grows with a long run."""
@@ -187,6 +206,7 @@ class JobAttempt:
         """Have the watchers of workers on hosts out of reach end them: each looks for its file in the run directory."""
         for rank in ranks:
             pair_path(self._run_dir, rank).unlink(missing_ok=True)
+            self._pairs.pop(rank, None)
 
     def crash(self) -> str:
         """Return which signal killed mpirun, or ""."""
@@ -211,9 +231,15 @@ class JobAttempt:
         return any(process.poll() is None for process in self._started)
 
     def pair(self, rank: int) -> WatchedWorker | None:
-        """Return the processes of ``rank``, or None if they have not started yet."""
-        pair = WatchedWorker.read(pair_path(self._run_dir, rank))
-        return pair if pair is None or self._hosts is None else self._hosts.reach(pair)
+        """Return the processes of ``rank``, or None if they have not started yet.
+
+        They are remembered: programs that clean up temporary directories may remove the file, which is not written again.
+        """
+        pair = WatchedWorker.read(pair_path(self._run_dir, rank)) or self._pairs.get(rank)
+        if pair is None:
+            return None
+        self._pairs[rank] = pair
+        return pair if self._hosts is None else self._hosts.reach(pair)
 
     def _pair_here(self, rank: int) -> WatchedWorker | None:
         """Return the processes of ``rank`` if they are on this machine."""

@@ -16,6 +16,7 @@ from holdfast.launch.nodes import JobStart
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.paths import requests_path
 from holdfast.records.types import ActionRequested
+from holdfast.system_errors import refusal
 
 
 class ElasticWorkers:
@@ -44,9 +45,14 @@ class ElasticWorkers:
                 rank = due if run.nodes is None else run.nodes.free_number(due)
             except StoreLost:  # detected at the next check
                 return
+            try:
+                attempt.add(rank)
+            except OSError as error:  # those that train go on; a replacement is tried again later
+                run.view.print_line(f"rank {rank} cannot be started: {refusal(error) or error}")
+                run.population.died(rank, run.clock.now_s())
+                continue
             run.files.follow([rank], [rank])
             run.state.wait_for(rank)
-            attempt.add(rank)
 
     def answer_requests(self, attempt: JobAttempt) -> None:
         """Apply requests that were made on this node or on another."""

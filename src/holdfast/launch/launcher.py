@@ -13,6 +13,7 @@ from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
+from holdfast.launch.checkpoint_lock import checkpoints_locked
 from holdfast.launch.control import announce, note_wait
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
@@ -38,10 +39,11 @@ from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
 from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.event_log import EventLog
-from holdfast.records.files import read_run
+from holdfast.records.files import load_events, read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
-from holdfast.records.types import JobRestarted
+from holdfast.records.types import JobRestarted, Record
 from holdfast.setting_choices import AUTO
+from holdfast.system_errors import refusal
 
 if TYPE_CHECKING:
     from holdfast.launch.dashboard import Dashboard
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
+_TOUCH_EVERY_S = 3600.0
 _NO_DAEMON = "A daemon failed to report back after being spawned"
 """Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
@@ -90,6 +93,7 @@ class Launcher:
         self._dashboard: Dashboard | None = None
         self._restarts = 0
         self._begun_s = time.monotonic()
+        self._touched_s = 0.0
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
@@ -102,6 +106,7 @@ class Launcher:
         job = self._job
         undo.enter_context(restored_handlers())  # last of all: nothing else is left half done
         undo.callback(self._view.close)
+        undo.enter_context(checkpoints_locked(job))
         undo.callback((earlier := find_leftovers(job)).close)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
@@ -210,7 +215,10 @@ class Launcher:
         self._health.begin()
         self._elastic.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
-        self._attempt = attempt = self._start(start)
+        try:
+            self._attempt = attempt = self._start(start)
+        except OSError as error:
+            return JobBroken(f"the workers cannot be started: {refusal(error) or error}")
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before reading: a process that has ended has written all records
@@ -254,11 +262,19 @@ class Launcher:
         if self._dashboard is not None:
             self._dashboard.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
+            self._keep_files()
             attempt.shut_ports()
             self._health.poll(attempt)
             self._elastic.answer_requests(attempt)
         if not self._stopping.is_requested:
             self._elastic.start_newcomers(attempt)
+
+    def _keep_files(self) -> None:
+        """Keep the system from removing the files of this run because they are old."""
+        now_s = self._run.clock.now_s()
+        if now_s - self._touched_s > _TOUCH_EVERY_S:
+            self._touched_s = now_s
+            self._paths.touch()
 
     def _lost_folder(self) -> Verdict | None:
         """Return the verdict if a directory of this run was removed: its workers can no longer be monitored."""
@@ -454,7 +470,7 @@ class Launcher:
         exit_code, message, traceback = explain(self._job, verdict, self._state)
         if self._dashboard is not None:
             self._dashboard.finish(exit_code, message)
-        records, wall_s = read_run(self._paths.run_dir), self._run.clock.now_s()
+        records, wall_s = self._records(), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,
             records,
@@ -477,6 +493,13 @@ class Launcher:
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
         )
+
+    def _records(self) -> list[Record]:
+        """Return the records of the run; those in the report directory if a file of the run directory was removed."""
+        events, report_dir = self._run.events, self._job.report_dir
+        if report_dir is not None and events is not None and events.has_all() and not self._bus.has_file():
+            return load_events(report_dir)
+        return read_run(self._paths.run_dir)
 
     def _mpirun_output(self) -> str:
         try:

@@ -71,7 +71,8 @@ class RecordBus:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._story = EventFormatter()
-        self._log = Logger(run.clock, lambda: (-1, -1), FileRecorder(records_path(run.paths.run_dir, "launcher")))
+        self._file = FileRecorder(records_path(run.paths.run_dir, "launcher"))
+        self._log = Logger(run.clock, lambda: (-1, -1), self._file)
         self._status = RunStatus(alive={}, metrics={}, workers=len(run.job.ranks))
         self._times = StepTimes()
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
@@ -94,6 +95,10 @@ class RecordBus:
     def is_explained(self) -> bool:
         """Whether a script has recorded why it failed."""
         return bool(self._tracebacks)
+
+    def has_file(self) -> bool:
+        """Return whether the launcher's own file of records, the oldest of all, was not removed."""
+        return self._file.is_there()
 
     def read(self, attempt: JobAttempt, *, last: bool = False) -> None:
         """Read new records and output; ``last`` includes incomplete lines of output.

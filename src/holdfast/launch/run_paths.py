@@ -83,6 +83,15 @@ class RunPaths:
             return self.own[0].path
         return self.run_dir if self.is_shared and is_missing(self.run_dir) else None
 
+    def touch(self) -> None:
+        """Make all files look new: many machines remove old ones from temporary directories, where a run may take weeks."""
+        folders = [folder.path for folder in self.own] + ([self.run_dir] if self.is_shared else [])
+        for top in folders:
+            for folder, _, names in os.walk(top):
+                for path in (folder, *(os.path.join(folder, name) for name in names)):
+                    with contextlib.suppress(OSError):  # it was removed just now
+                        os.utime(path, follow_symlinks=False)
+
     def clear(self) -> None:
         """Remove the temporary directories."""
         if self.is_shared:

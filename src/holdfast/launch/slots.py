@@ -34,6 +34,10 @@ class Slots:
             self._slots[rank] = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         return self._slots[rank]
 
+    def release(self, rank: int) -> None:
+        """Free the slot of a worker that could not be started."""
+        self._slots.pop(rank, None)
+
     def variables(self, rank: int, is_ended: Callable[[int], bool]) -> dict[str, str]:
         """Return the variables that tell ``rank`` its slot, after assigning one; see :meth:`take`."""
         return {SLOT: str(self.take(rank, is_ended)), SLOTS: str(self._count)}

@@ -49,8 +49,12 @@ class EventLog:
     def is_final(self) -> bool:
         """Return whether the files stay as they are: they hold all records in several files, or are another launcher's."""
         if self._file is not None:
-            return self._num_full > 0 and not self._is_incomplete and self._file.is_there()
+            return self._num_full > 0 and self.has_all()
         return self._lock is None and self._has_begun and self._is_elsewhere()
+
+    def has_all(self) -> bool:
+        """Return whether this launcher has written all records to the files, and they are still there."""
+        return self._file is not None and not self._is_incomplete and self._file.is_there()
 
     def write(self, record: Record) -> None:
         """Append a record, in a new file if this one is full."""

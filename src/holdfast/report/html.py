@@ -76,7 +76,7 @@ def write_page(directory: Path) -> Path:
         ) from error
     path = directory / "index.html"
     try:
-        path.write_text(page)
+        path.write_text(page, encoding="utf-8", errors="backslashreplace")  # an argument may be any bytes
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
