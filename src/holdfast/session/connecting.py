@@ -10,7 +10,7 @@ import torch
 from holdfast.clock import SystemClock
 from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
 from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.comm.launchers import chosen
+from holdfast.comm.launchers import chosen, under_mpirun
 from holdfast.comm.waiting import waiting
 from holdfast.config import Settings
 from holdfast.engine import exits
@@ -18,6 +18,7 @@ from holdfast.engine.context import CommittedState, JobContext, LiveSettings, Lo
 from holdfast.engine.injection import make_faults, reach_point
 from holdfast.errors import ConfigError
 from holdfast.faults import points
+from holdfast.phases import Phase
 from holdfast.records.beacon import NoBeacon, connected_beacon, end_notes, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
@@ -47,6 +48,12 @@ def check_device(device: torch.device, settings: Settings) -> None:
         )
 
 
+def _mpi_limit_s(settings: Settings) -> float | None:
+    """Return how long ``MPI_Init`` may wait for a process that has died; None if a launcher ends such waits, or none can be."""
+    is_watched = bool(settings.run_dir) or not under_mpirun()
+    return None if is_watched else Phase.MPI_GROUP.value.fixed_s
+
+
 def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Callable[[], None]) -> JobContext:
     """Connect to the other workers, and return this worker's part of the job.
 
@@ -63,16 +70,17 @@ def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Ca
     if given_comm is None:
         settings, joined = join_launched(settings)
     publish_connecting()
-    comm = given_comm or connect(
-        settings.fabric,
-        settings.workers + settings.spares,
-        settings.ranks,
-        rank=settings.rank,
-        store=settings.store,
-        token=settings.token,
-        end_notes=end_notes(settings.run_dir),
-        run_dir=settings.run_dir,
-    )
+    with exits.stacks_and_exit_after(_mpi_limit_s(settings)):
+        comm = given_comm or connect(
+            settings.fabric,
+            settings.workers + settings.spares,
+            settings.ranks,
+            rank=settings.rank,
+            store=settings.store,
+            token=settings.token,
+            end_notes=end_notes(settings.run_dir),
+            run_dir=settings.run_dir,
+        )
     job = _make_job(settings, comm)
     if joined is not None:
         job.log.subscribe(LaunchReport(joined))
