@@ -109,7 +109,7 @@ def test_a_call_that_keeps_pythons_lock_ends_with_the_stacks_of_its_process():
 
 @pytest.mark.parametrize(
     ("run_dir", "ranks", "limit_s"),
-    [("", "2", 300.0), ("/tmp/run", "2", None), ("", None, None)],  # noqa: S108
+    [("", "2", 300.0), ("/tmp/run", "2", None), ("", None, None)],
 )
 def test_mpi_init_has_a_limit_where_no_launcher_ends_its_wait(monkeypatch, run_dir, ranks, limit_s):
     if ranks is None:
