@@ -223,12 +223,17 @@ class EtcdStore(Store):
         self._beat_line.drop()
 
     def _show_life(self) -> None:
-        """Renew the lease, and check that the member is connected to the majority."""
+        """Renew the lease, and check that the member is connected to the majority, which still has what this client saw."""
         if lease := self._lease:
             kept = self._beat_line.request("lease/keepalive", {"ID": lease})
             if "TTL" not in kept.get("result", {}) and self._lease == lease:
                 self._lease = ""  # it has expired
-        self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True})
+        seen = self._revision
+        answer = self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True})
+        if (
+            now := int(answer["header"]["revision"])
+        ) < seen:  # a watch from there would wait for changes that never come
+            self._lose(f"it has lost its data: it is at revision {now}, and was at {seen}")
 
     def _rewatch(self) -> None:
         """Move the watch to the member that answers requests: another one may hang, or be cut off from the majority."""
