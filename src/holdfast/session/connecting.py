@@ -10,7 +10,7 @@ import torch
 from holdfast.clock import SystemClock
 from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
 from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.comm.launchers import chosen, under_mpirun
+from holdfast.comm.launchers import MPI_INIT_S, chosen, under_mpirun
 from holdfast.comm.waiting import waiting
 from holdfast.config import Settings
 from holdfast.engine import exits
@@ -18,7 +18,6 @@ from holdfast.engine.context import CommittedState, JobContext, LiveSettings, Lo
 from holdfast.engine.injection import make_faults, reach_point
 from holdfast.errors import ConfigError
 from holdfast.faults import points
-from holdfast.phases import Phase
 from holdfast.records.beacon import NoBeacon, connected_beacon, end_notes, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
@@ -51,7 +50,7 @@ def check_device(device: torch.device, settings: Settings) -> None:
 def _mpi_limit_s(settings: Settings) -> float | None:
     """Return how long ``MPI_Init`` may wait for a process that has died; None if a launcher ends such waits, or none can be."""
     is_watched = bool(settings.run_dir) or not under_mpirun()
-    return None if is_watched else Phase.MPI_GROUP.value.fixed_s
+    return None if is_watched else MPI_INIT_S
 
 
 def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Callable[[], None]) -> JobContext:
