@@ -122,6 +122,13 @@ class Phase(Enum):
         clock="not all ranks are connected",
         at_end="`init_process_group` raises an error; if `MPI_Init` waits, the process prints its stacks and exits",
     )
+    MPI_GROUP = PhaseRule(
+        name="`MPI_Init` of a session under a bare `mpirun`",
+        owner="each process",
+        fixed_s=300.0,
+        clock="not all processes are connected: Open MPI would wait forever for one that has died",
+        at_end="the process prints its stacks and exits",
+    )
     JOINING = PhaseRule(
         name="rendezvous of processes that torchrun, srun or another launcher but mpirun started",
         owner="each process",

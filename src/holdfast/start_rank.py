@@ -7,6 +7,11 @@ import os
 from holdfast.comm.launchers import own_group
 from holdfast.config import Settings
 
+LOOPBACK = "127.0.0.1"
+"""Where ranks of ``torch.distributed`` meet if ``MASTER_ADDR`` is not set."""
+CHOSEN_ALONE = "HOLDFAST_CHOSEN_ALONE"
+"""The ``HOST:PORT`` of that place if one of several launchers chose it for its own workers."""
+
 
 def mpi_rank() -> int:
     """Return the rank that mpirun assigned to this process, 0 without mpirun."""

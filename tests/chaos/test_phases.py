@@ -149,6 +149,6 @@ def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_o
 def test_every_phase_of_a_worker_is_frozen_here_or_above():
     """The checks of a node: test_launch_node_health.py. The others: test_frozen.py."""
     start = {Phase.PROCESS_START, Phase.FORK, Phase.SILENT_IMPORT}
-    groups = {Phase.LAUNCHERS, Phase.TORCH_GROUP, Phase.JOINING}
+    groups = {Phase.LAUNCHERS, Phase.TORCH_GROUP, Phase.MPI_GROUP, Phase.JOINING}
     ends = {Phase.STALL, Phase.FINALIZING, Phase.STOPPING, Phase.TEAR_DOWN}
     assert FROZEN.keys() | {Phase.NODE_CHECK} | start | groups | ends == set(Phase)

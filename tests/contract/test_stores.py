@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import select
+import shutil
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -530,6 +531,20 @@ def test_etcd_with_users_wants_the_password_and_goes_on_after_it_has_forgotten_w
         assert other.wait(lambda: other.get("after") == "users have changed" or None, WAIT_S)
         other.close()
         store.close()
+
+
+@pytest.mark.soak
+def test_an_etcd_that_comes_back_without_its_data_is_lost(tmp_path):
+    with Cluster(tmp_path) as cluster, contextlib.closing(open_store(cluster.url("job"), "", lease_s=20)) as store:
+        for number in range(50):
+            store.put(f"key/{number}", "")
+
+        cluster.kill(0)
+        shutil.rmtree(tmp_path / "m0")
+        cluster.start(0)
+
+        with pytest.raises(StoreLost, match=r"it has lost its data: it is at revision \d+, and was at 5\d"):
+            store.wait(lambda: None, WAIT_S)
 
 
 def test_this_machine_is_known_by_its_address_on_the_way_to_a_member_elsewhere(etcd):

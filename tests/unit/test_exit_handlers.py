@@ -8,7 +8,9 @@ import time
 
 import pytest
 
+from holdfast.config import Settings
 from holdfast.phases import Phase
+from holdfast.session import connecting
 
 HANG_S = 0.02
 LIMIT_S = Phase.FINALIZING.limit_s({"--hang-timeout": HANG_S})
@@ -103,3 +105,16 @@ def test_a_call_that_keeps_pythons_lock_ends_with_the_stacks_of_its_process():
     assert done.returncode == 1
     assert "Timeout (0:00:00.500000)!" in done.stderr
     assert 'File "<string>", line 7 in <module>' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "ranks", "limit_s"),
+    [("", "2", 300.0), ("/tmp/run", "2", None), ("", None, None)],
+)
+def test_mpi_init_has_a_limit_where_no_launcher_ends_its_wait(monkeypatch, run_dir, ranks, limit_s):
+    if ranks is None:
+        monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", ranks)
+
+    assert connecting._mpi_limit_s(Settings(run_dir=run_dir)) == limit_s

@@ -312,6 +312,18 @@ def test_a_node_has_one_launcher(meet, make_job):
         NodeGroup(make_job(1))
 
 
+def test_a_launcher_that_waits_while_the_job_ends_says_so(make_job):
+    first = make_job(0)
+    hub = Hub(first.settings.token, *split_place(first.rdzv.removeprefix("holdfast://")), lease_s=LEASE_S)
+    with contextlib.closing(hub), ThreadPoolExecutor() as pool:
+        waiting = pool.submit(NodeGroup, make_job(1))
+        with contextlib.closing(open_store(f"{first.rdzv}/0/launchers", first.settings.token, lease_s=LEASE_S)) as seen:
+            assert seen.wait(lambda: seen.under("node/") or None, DEADLINE_S)
+        hub.close()
+        with pytest.raises(JobError, match="before node 1 could join: the job has ended, or lost its store"):
+            waiting.result(DEADLINE_S)
+
+
 def test_who_was_given_up_knows_it_though_it_can_be_reached_again(meet):
     _, second = meet(2)
     assert second.store_lost == ""
@@ -435,6 +447,11 @@ def test_a_worker_of_another_node_is_is_leaving_once(meet):
         ({"settings": {"seed": 5}}, "--seed 5, the other nodes with 0"),
         ({"args": ("--fast",)}, r"ARGS \['--fast'\], the other nodes with \[\]"),
         ({"nnodes": 3}, "--nnodes 3, the other nodes with 2"),
+        ({"settings": {"guard": "off"}}, "with --guard 'off', the other nodes with 'stop'"),
+        ({"settings": {"update": "eager"}}, "with --overlap-optimizer, the other nodes without it"),
+        ({"settings": {"certificate": False}}, "with --no-certificate, the other nodes without it"),
+        ({"settings": {"checkpoint_every": 5}}, "with --checkpoint-every 5, the other nodes with 0"),
+        ({"settings": {"rescale": "original"}}, "with --rescale 'original', the other nodes with 'survivors'"),
     ],
 )
 def test_launchers_that_were_started_differently_are_told_what_differs(meet, make_job, more, complaint):

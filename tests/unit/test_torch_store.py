@@ -8,6 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.distributed import rendezvous
+from holdfast.errors import ConfigError
+from holdfast.start_rank import CHOSEN_ALONE
 
 LISTENS = "0A"
 
@@ -82,3 +84,16 @@ def test_the_store_of_a_rank_that_stands_in_for_rank_0_listens_on_loopback(place
     monkeypatch.setattr(rendezvous, "_hosted", [])
     rendezvous._stand_in(0, timedelta(seconds=20))
     assert listens_at(place) == {"0100007F"}
+
+
+def test_ranks_of_several_nodes_are_told_at_once_that_they_have_no_place_to_meet(place, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    rendezvous._check_place()
+
+    monkeypatch.setenv(CHOSEN_ALONE, f"127.0.0.1:{place}")
+    with pytest.raises(ConfigError, match="no place to meet: set MASTER_ADDR and MASTER_PORT for all launchers"):
+        rendezvous._check_place()
+
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    rendezvous._check_place()

@@ -323,7 +323,7 @@ def _show(outcome: JobOutcome, report_dir: Path | None, *, as_json: bool) -> Non
     if outcome.mpirun_output:
         print(outcome.mpirun_output, file=sys.stderr)
     if outcome.message:
-        word = "holdfast" if outcome.exit_code == 4 else "error"
+        word = "holdfast" if outcome.exit_code in (0, 4) else "error"  # 0: this node left, and the job continues
         print(f"{word}: {outcome.message}", file=sys.stderr)
     if outcome.traceback:
         print(outcome.traceback.rstrip(), file=sys.stderr)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
+from holdfast.phases import Phase
 from holdfast.slurm import number, read_step
 
 _SIZES = {
@@ -51,6 +52,8 @@ _JOBS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE
 """Variables that identify a job, the same in all its processes."""
 _FIRST_PORT, _PORTS = 20000, 12000
 
+MPI_INIT_S = Phase.MPI_GROUP.value.fixed_s
+"""How long ``MPI_Init`` may take where no launcher of Holdfast watches."""
 ON_DEATH = "HOLDFAST_ON_DEATH"
 """What the processes of another launcher do when one of them dies: ``continue`` or ``end``."""
 _ON_DEATH = ("continue", "end")

@@ -52,6 +52,8 @@ def _watched(meet: Callable[..., Iterator[Any]], *, helps: bool) -> Callable[...
             _check_backend()
             yield _alone()
             return
+        if helps:
+            _check_place()
         hosted = _host_on_loopback() if helps else None
         its = meet(url, timeout=timeout, **kwargs)
         if helps:
@@ -60,6 +62,24 @@ def _watched(meet: Callable[..., Iterator[Any]], *, helps: bool) -> Callable[...
         yield from its
 
     return watched
+
+
+def _check_place() -> None:
+    """Refuse a rendezvous of ranks on several nodes whose launchers were not told where: it would wait for half an hour.
+
+    Raises:
+        ConfigError: if so; not if the script has chosen another place itself.
+    """
+    from holdfast.errors import ConfigError
+    from holdfast.start_rank import CHOSEN_ALONE
+
+    env = os.environ
+    place = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+    if place == env.get(CHOSEN_ALONE) and env.get("WORLD_SIZE") != env.get("LOCAL_WORLD_SIZE"):
+        raise ConfigError(
+            "the ranks of several nodes have no place to meet: set MASTER_ADDR and MASTER_PORT for all launchers, to an"
+            " address of the first node and a free port there"
+        )
 
 
 def _host_on_loopback() -> Any:

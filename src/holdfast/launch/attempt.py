@@ -33,6 +33,7 @@ from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
 from holdfast.report.event_lines import cause_of_death
+from holdfast.start_rank import CHOSEN_ALONE, LOOPBACK
 from holdfast.system_errors import error_of_a_new_file, is_limit
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
@@ -88,6 +89,8 @@ class JobAttempt:
         self._locks = paths.locks
         self._env = _environment(settings, paths, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
+        if job.nnodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            self._env[CHOSEN_ALONE] = f"{self._env.get('MASTER_ADDR', LOOPBACK)}:{self._env['MASTER_PORT']}"
         if fork_server is not None:
             self._env |= fork_server.variables
         self._env |= for_workers(job.gpus, one_process=job.is_virtual, elsewhere=hosts is not None)

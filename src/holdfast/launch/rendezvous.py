@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from holdfast.config import Settings
 from holdfast.errors import JobError, StoreLost
 from holdfast.launch.command_line import OPTIONS
 from holdfast.launch.job import Job, refuse
@@ -28,22 +29,9 @@ from holdfast.report.formatting import count
 _RETRY_S = 0.5
 _TOGETHER_S = 1.0
 """Launchers that end within this time end together: no hub needs to take over."""
-_ALIKE = (
-    "spares",
-    "strategy",
-    "reinit_from",
-    "empty_seats",
-    "order",
-    "wire",
-    "split",
-    "batch",
-    "kinds",
-    "mirror",
-    "seed",
-    "min_workers",
-    "checkpoint_dir",
-)
-"""Settings that must be equal on all launchers: those whose names begin with these words."""
+_MAY_DIFFER = ("mtbf_s", "hang_timeout_s", "start_timeout_s", "debug_handlers", "stop_after")
+"""Settings that each launcher may choose for its own workers. Workers with other differences would send each other
+messages of different forms, or compute different bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +81,11 @@ class Rendezvous:
             """Seats of all nodes when the job began."""
             self.is_late = self.seats.get(self._me) != self._seat
             """Whether the job had begun before this launcher arrived."""
+        except StoreLost as error:
+            self.close()
+            raise JobError(
+                f"{error}, before node {self._me} could join: the job has ended, or lost its store"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -247,13 +240,21 @@ class Rendezvous:
 
     def _alike(self) -> dict[str, Any]:
         """Return the settings that must be equal on all launchers."""
-        job, settings = self._job, self._job.settings
+        job, settings, usual = self._job, self._job.settings, Settings()
         return {
             "--nnodes": job.nnodes,
             "-n": settings.workers,
-            **{option: getattr(settings, field) for option, field, _ in OPTIONS if field.startswith(_ALIKE)},
+            **{
+                option: (value != getattr(usual, field)) if is_switch else value
+                for option, field, is_switch in OPTIONS
+                if field not in _MAY_DIFFER
+                for value in [getattr(settings, field)]
+            },
             "--slices": settings.auto_text or settings.slices,
+            "--checkpoint-every": "auto" if settings.checkpoint_auto else settings.checkpoint_every,
+            "--no-certificate": not settings.certificate,
             "--max-restarts": job.max_restarts,
+            "--max-no-progress": job.max_no_progress,
             "a number of addresses in --rdzv holdfast://": len(self._places),
             "--node-timeout": job.node_timeout_s,
             "SCRIPT": job.script.name,
@@ -268,7 +269,7 @@ class Rendezvous:
         for name, value in alike.items():
             if theirs.get(name) != value:
                 refuse(
-                    f"node {self._me} was started with {name} {value!r}, the other nodes with {theirs.get(name)!r}: give all nodes the same"
+                    f"node {self._me} was started {_difference(name, value, theirs.get(name))}: give all nodes the same"
                 )
 
     def _take_seat(self) -> None:
@@ -324,6 +325,13 @@ class Rendezvous:
     def _unfit(self) -> dict[int, str]:
         """Return the nodes that stay out, and why."""
         return {int(node): why for node, why in self.store.under("unfit/").items()}
+
+
+def _difference(name: str, mine: Any, theirs: Any) -> str:
+    """Say how an option of this node differs from that of the others; a switch is True where it was given."""
+    if isinstance(mine, bool):
+        return f"{'with' if mine else 'without'} {name}, the other nodes {'without' if mine else 'with'} it"
+    return f"with {name} {mine!r}, the other nodes with {theirs!r}"
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

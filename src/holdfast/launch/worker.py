@@ -44,7 +44,7 @@ from holdfast.phases import Phase
 from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
-from holdfast.start_rank import mpi_rank
+from holdfast.start_rank import LOOPBACK, mpi_rank
 from holdfast.system_errors import is_limit, refusal
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _set_torchrun_variables(settings: Settings) -> None:
     members = size - settings.spares  # spares are not counted: they take the ranks of others
     places = {"RANK": rank, "LOCAL_RANK": slot, "WORLD_SIZE": members, "LOCAL_WORLD_SIZE": slots}
     os.environ.update({name: str(place) for name, place in places.items()} | for_slot(slot))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_ADDR", LOOPBACK)
     os.environ.setdefault("MASTER_PORT", "29500")
 
 

@@ -57,6 +57,8 @@ class HubStore(Store):
         self._address = address
         self._places = [_split(each) for each in address.split(",")]
         self._place = 0
+        self._refusals: dict[int, StoreLost] = {}
+        """Why there was no store at a place when it was last tried."""
         self._token = token
         self._hello: dict[str, Any] = {"job": job, "session": secrets.token_hex(8)}
         self._rest = b""
@@ -190,13 +192,19 @@ class HubStore(Store):
         for _ in self._places:
             try:
                 self._connect(self._places[self._place])
-            except StoreLost:
+            except StoreLost as error:
+                self._refusals[self._place] = error
                 self._place = (self._place + 1) % len(self._places)
                 if len(self._places) == 1 or is_late():
-                    raise
+                    raise self._worst_refusal() from error
             else:
+                self._refusals.clear()
                 return True
         return False
+
+    def _worst_refusal(self) -> StoreLost:
+        """Return why there is no store: hubs that are there wait for the one that is not."""
+        return min(self._refusals.values(), key=lambda error: str(error) == NOT_LEADING)
 
     def _connect(self, place: tuple[str, int]) -> None:
         """Connect to a hub and replace the local copy; raise ``StoreLost`` if there is none, or another one leads."""

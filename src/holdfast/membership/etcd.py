@@ -169,7 +169,10 @@ class EtcdStore(Store):
         while not self._lost:
             try:
                 with self._asking:
-                    return self._line.request(path, body())
+                    seen = self._revision
+                    answer = self._line.request(path, body())
+                if self._has_kept(answer, seen):
+                    return answer
             except EtcdUnavailable as error:
                 if silence.is_too_long():
                     self._lose(error)
@@ -179,6 +182,13 @@ class EtcdStore(Store):
                     self._lose(error)
                 self._lease = ""  # it has expired
         raise StoreLost(self._lost)
+
+    def _has_kept(self, answer: dict[str, Any], seen: int) -> bool:
+        """Return whether etcd has still what this client saw. If not, the store is lost: the watch would wait forever."""
+        if (now := int(answer["header"]["revision"])) >= seen:
+            return True
+        self._lose(f"it has lost its data: it is at revision {now}, and was at {seen}")
+        return False
 
     def _catch_up(self, revision: str) -> None:
         """Wait until the local copy includes this revision."""
@@ -223,12 +233,17 @@ class EtcdStore(Store):
         self._beat_line.drop()
 
     def _show_life(self) -> None:
-        """Renew the lease, and check that the member is connected to the majority."""
+        """Renew the lease, and check that the member is connected to the majority, which still has what this client saw."""
         if lease := self._lease:
             kept = self._beat_line.request("lease/keepalive", {"ID": lease})
             if "TTL" not in kept.get("result", {}) and self._lease == lease:
                 self._lease = ""  # it has expired
-        self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True})
+        seen = self._revision
+        answer = self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True})
+        if (
+            now := int(answer["header"]["revision"])
+        ) < seen:  # a watch from there would wait for changes that never come
+            self._lose(f"it has lost its data: it is at revision {now}, and was at {seen}")
 
     def _rewatch(self) -> None:
         """Move the watch to the member that answers requests: another one may hang, or be cut off from the majority."""

@@ -10,7 +10,7 @@ import torch
 from holdfast.clock import SystemClock
 from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
 from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.comm.launchers import chosen
+from holdfast.comm.launchers import MPI_INIT_S, chosen, under_mpirun
 from holdfast.comm.waiting import waiting
 from holdfast.config import Settings
 from holdfast.engine import exits
@@ -47,6 +47,12 @@ def check_device(device: torch.device, settings: Settings) -> None:
         )
 
 
+def _mpi_limit_s(settings: Settings) -> float | None:
+    """Return how long ``MPI_Init`` may wait for a process that has died; None if a launcher ends such waits, or none can be."""
+    is_watched = bool(settings.run_dir) or not under_mpirun()
+    return None if is_watched else MPI_INIT_S
+
+
 def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Callable[[], None]) -> JobContext:
     """Connect to the other workers, and return this worker's part of the job.
 
@@ -63,16 +69,17 @@ def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Ca
     if given_comm is None:
         settings, joined = join_launched(settings)
     publish_connecting()
-    comm = given_comm or connect(
-        settings.fabric,
-        settings.workers + settings.spares,
-        settings.ranks,
-        rank=settings.rank,
-        store=settings.store,
-        token=settings.token,
-        end_notes=end_notes(settings.run_dir),
-        run_dir=settings.run_dir,
-    )
+    with exits.stacks_and_exit_after(_mpi_limit_s(settings)):
+        comm = given_comm or connect(
+            settings.fabric,
+            settings.workers + settings.spares,
+            settings.ranks,
+            rank=settings.rank,
+            store=settings.store,
+            token=settings.token,
+            end_notes=end_notes(settings.run_dir),
+            run_dir=settings.run_dir,
+        )
     job = _make_job(settings, comm)
     if joined is not None:
         job.log.subscribe(LaunchReport(joined))
