@@ -39,9 +39,8 @@ from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
 from holdfast.loggers.leftovers import Leftovers
 from holdfast.records.event_log import EventLog
-from holdfast.records.files import load_events, read_run
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
-from holdfast.records.types import JobRestarted, Record
+from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
 from holdfast.system_errors import refusal
 
@@ -463,14 +462,14 @@ class Launcher:
         return close_all(self._run.sinks, self._run.clock.now_s() if end_s is None else end_s, patience_s)
 
     def _finish(self, verdict: Verdict) -> JobOutcome:
-        from holdfast.launch.results import write_results
+        from holdfast.launch.results import records_of, write_results
 
         if isinstance(verdict, JobBroken) and not self._bus.is_explained:
             self._bus.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._state)
         if self._dashboard is not None:
             self._dashboard.finish(exit_code, message)
-        records, wall_s = self._records(), self._run.clock.now_s()
+        records, wall_s = records_of(self._run, has_all=self._bus.has_file()), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,
             records,
@@ -493,13 +492,6 @@ class Launcher:
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
         )
-
-    def _records(self) -> list[Record]:
-        """Return the records of the run; those in the report directory if a file of the run directory was removed."""
-        events, report_dir = self._run.events, self._job.report_dir
-        if report_dir is not None and events is not None and events.has_all() and not self._bus.has_file():
-            return load_events(report_dir)
-        return read_run(self._paths.run_dir)
 
     def _mpirun_output(self) -> str:
         try:

@@ -14,8 +14,18 @@ from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.command_line import command_line
 from holdfast.launch.job import Job
 from holdfast.launch.provenance import note
+from holdfast.launch.record_bus import RunState
+from holdfast.records.files import load_events, read_run
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import FaultFired, Record
+
+
+def records_of(run: RunState, *, has_all: bool) -> list[Record]:
+    """Return the records of a run: those in the report directory if files of the run directory were removed (not ``has_all``)."""
+    report_dir, events = run.job.report_dir, run.events
+    if not has_all and report_dir is not None and events is not None and events.has_all():
+        return load_events(report_dir)
+    return read_run(run.paths.run_dir)
 
 
 def write_results(

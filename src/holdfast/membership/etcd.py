@@ -184,8 +184,16 @@ class EtcdStore(Store):
         raise StoreLost(self._lost)
 
     def _has_kept(self, answer: dict[str, Any], seen: int) -> bool:
-        """Return whether etcd has still what this client saw. If not, the store is lost: the watch would wait forever."""
-        if (now := int(answer["header"]["revision"])) >= seen:
+        """Return whether etcd still has what this client saw. If not, the store is lost: the watch would wait forever.
+
+        Raises:
+            EtcdUnavailable: if the answer does not say.
+        """
+        try:
+            now = int(answer["header"]["revision"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EtcdUnavailable("an answer without a revision") from error
+        if now >= seen:
             return True
         self._lose(f"it has lost its data: it is at revision {now}, and was at {seen}")
         return False
@@ -239,11 +247,7 @@ class EtcdStore(Store):
             if "TTL" not in kept.get("result", {}) and self._lease == lease:
                 self._lease = ""  # it has expired
         seen = self._revision
-        answer = self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True})
-        if (
-            now := int(answer["header"]["revision"])
-        ) < seen:  # a watch from there would wait for changes that never come
-            self._lose(f"it has lost its data: it is at revision {now}, and was at {seen}")
+        self._has_kept(self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True}), seen)
 
     def _rewatch(self) -> None:
         """Move the watch to the member that answers requests: another one may hang, or be cut off from the majority."""
