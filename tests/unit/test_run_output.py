@@ -78,17 +78,34 @@ def test_output_that_nothing_reads_holds_up_nothing_and_is_left_out_beyond_a_lim
 def test_a_signal_ends_the_wait_for_a_reader(streams):
     reads, writes = os.pipe()
     streams(writes, os.open(os.devnull, os.O_WRONLY))
-    before = signal.getsignal(signal.SIGTERM)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before = signal.signal(signal.SIGTERM, ignore := lambda *_: None)  # it may arrive before the wait, or after it
+    is_over = threading.Event()
+
+    def ask_to_end():
+        while not is_over.wait(0.05):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asker = threading.Thread(target=ask_to_end)
+    asker.start()
     began_s = time.monotonic()
+    try:
+        with RunOutput() as run:
+            print("x" * 999_999)
+        assert time.monotonic() - began_s < 30
+        assert signal.getsignal(signal.SIGTERM) is ignore
+    finally:
+        is_over.set()
+        asker.join()
+        signal.signal(signal.SIGTERM, before)
+        os.close(reads)
+        wait_for_queues(run)
+        os.close(writes)
 
-    with RunOutput():
-        print("x" * 999_999)
 
-    assert time.monotonic() - began_s < 30
-    assert signal.getsignal(signal.SIGTERM) is before
-    os.close(reads)
-    os.close(writes)
+def wait_for_queues(run):
+    """Wait until nothing is written any more: another file would get the number of one that is closed before."""
+    while any(queue.is_waiting() for queue in run._queues.values()):
+        time.sleep(0.01)
 
 
 def test_what_the_encoding_does_not_have_is_printed_by_its_number(monkeypatch):
