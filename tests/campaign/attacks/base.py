@@ -108,8 +108,11 @@ class Running:
 
     def commits(self) -> int:
         """The number of steps that the workers have recorded as committed, of all workers together the largest."""
-        paths = self.launch.temporary.glob("holdfast-*/records-*.jsonl")
-        return max((_count(path) for path in paths), default=0)
+        try:
+            paths = list(self.launch.temporary.glob("holdfast-*/records-*.jsonl"))
+        except OSError:  # the job has just removed the folder
+            return 0
+        return max(map(_count, paths), default=0)
 
 
 def _count(path: Path) -> int:
