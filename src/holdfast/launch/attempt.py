@@ -284,15 +284,15 @@ class JobAttempt:
         """Kill every process that still runs."""
         if self._killed is not None:
             self._killed.close()
+        is_blind = error_of_a_new_file() is not None  # it cannot look at a process, and would take each for ended
         try:
-            if (
-                error := error_of_a_new_file()
-            ) is not None:  # processes would be taken for ended: none can be looked at
-                raise error
-            self._end_all()
+            if not is_blind:
+                self._end_all()
         except OSError as error:
             if not is_limit(error):
                 raise
+            is_blind = True
+        if is_blind:
             end_without_files(self._started)
 
     def _end_all(self) -> None:
