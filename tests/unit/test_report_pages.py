@@ -324,6 +324,18 @@ def test_a_page_says_how_many_began_and_how_many_waited_beside_them():
     assert "<dt>Nodes at the start</dt><dd>3</dd>" in with_spares
 
 
+def test_what_follows_from_the_records_of_a_long_run_is_found_once():
+    """Each of hundreds of failures asks for it, and a run of a day has millions of records."""
+    _, records, _ = with_comings()
+    history = History(records, range(4))
+    life = history.lives[0]
+
+    assert life.recoveries is life.recoveries
+    assert history.changes is history.changes
+    assert life.of(StepCommitted) is life.of(StepCommitted)
+    assert list(life.of(StepCommitted)) == [r for r in history.records if isinstance(r, StepCommitted)]
+
+
 def test_the_lane_of_a_newcomer_begins_where_it_joined_and_that_of_a_leaver_ends_where_it_left():
     _, records, wall_s = with_comings()
 

@@ -7,7 +7,10 @@ recover without the launcher, any number of times; between lives the launcher re
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 from holdfast.records.types import (
@@ -32,7 +35,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.lives import JobLife, LostWorker, Recovery
+from holdfast.report.lives import JobLife, LostWorker, RecordsByKind, Recovery
 
 R = TypeVar("R", bound=Record)
 
@@ -56,17 +59,19 @@ class History:
 
     def __init__(self, records: Sequence[Record], started: Sequence[int] = ()) -> None:
         self.records = sorted(records, key=lambda r: r.t_s)
+        self._by_kind = RecordsByKind(self.records)
         self.started = tuple(started) or tuple(sorted({r.rank for r in records if isinstance(r, RunStarted)}))
         self.lives = list(self._split())
         self.commits = self.of(StepCommitted)
         self.is_distributed = any(is_distributed(start) for start in self.of(RunStarted))
         self.timed = list(self._timed())
+        self._timed_s = [commit.t_s for commit in self.timed]
         self.failures = sorted(map(self._without_guesses, self._failures()), key=lambda f: (f.t_s, f.rank))
         self.joined = [joining for life in self.lives for joining in life.joined]
 
-    def of(self, kind: type[R]) -> list[R]:
+    def of(self, kind: type[R]) -> Sequence[R]:
         """Return the records of one kind, ordered by time."""
-        return [record for record in self.records if isinstance(record, kind)]
+        return self._by_kind.of(kind)
 
     @property
     def ranks(self) -> list[int]:
@@ -82,10 +87,15 @@ class History:
 
     def workers_wanted(self, t_s: float) -> int:
         """Return the wanted number of workers at a time: the initial number, or the last one requested since."""
-        asked = [change for change in self.changes if change.name == "workers" and change.t_s <= t_s]
-        return int(asked[-1].value) if asked else len(self.started)
+        asked = self._workers_asked
+        number = bisect_right(asked, t_s, key=lambda change: change.t_s)
+        return int(asked[number - 1].value) if number else len(self.started)
 
-    @property
+    @cached_property
+    def _workers_asked(self) -> list[SettingChanged]:
+        return [change for change in self.changes if change.name == "workers"]
+
+    @cached_property
     def changes(self) -> list[SettingChanged]:
         """Changes to the running job, each once although every worker records it, and again after a restart."""
         said = {(record.step, record.name, record.value): record for record in reversed(self.of(SettingChanged))}
@@ -165,12 +175,12 @@ class History:
     def step_times_s(self) -> list[float]:
         """Return the seconds between commits of consecutive steps, without intervals that hold a failure."""
         noise = [r.t_s for r in self.records if isinstance(r, (FaultFired, FailureSeen, Recovered, JobRestarted))]
-        noise += [f.t_s for f in self.failures]
+        noise = sorted([*noise, *(f.t_s for f in self.failures)])
         pairs = zip(self.timed, self.timed[1:], strict=False)
         return [
             after.t_s - before.t_s
             for before, after in pairs
-            if after.step == before.step + 1 and not any(before.t_s < t <= after.t_s for t in noise)
+            if after.step == before.step + 1 and bisect_right(noise, before.t_s) == bisect_right(noise, after.t_s)
         ]
 
     def _timed(self) -> Iterator[StepCommitted]:
@@ -276,7 +286,8 @@ class History:
         )
 
     def _next_commit_s(self, after_s: float, step: int) -> float | None:
-        return next((c.t_s for c in self.timed if c.t_s > after_s and c.step >= step), None)
+        first = bisect_right(self._timed_s, after_s)
+        return next((c.t_s for c in itertools.islice(self.timed, first, None) if c.step >= step), None)
 
     def _resumed_at(self, life: JobLife) -> int:
         following = self.lives[life.number + 1]

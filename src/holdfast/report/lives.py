@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import TypeVar, cast
 
 from holdfast.records.types import (
     FailureSeen,
@@ -19,6 +20,23 @@ from holdfast.records.types import (
 )
 
 R = TypeVar("R", bound=Record)
+
+
+class RecordsByKind:
+    """Records that are looked up by their kind; a long run has millions.
+
+    Args:
+        records: The records, ordered by time.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._by_kind: dict[type[Record], list[Record]] = {}
+        for record in records:
+            self._by_kind.setdefault(type(record), []).append(record)
+
+    def of(self, kind: type[R]) -> Sequence[R]:
+        """Return the records of one kind, ordered by time."""
+        return cast("Sequence[R]", self._by_kind.get(kind, ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +163,7 @@ class Recovery:
         return min((r.t_s for r in (*self.seen, *self.said) if r.t_s >= since_s), default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class JobLife:
     """One start of the whole job, and everything until the next."""
 
@@ -155,11 +173,15 @@ class JobLife:
     restart: JobRestarted | None
     """The restart that ended it, None for the last life."""
 
-    def of(self, kind: type[R]) -> list[R]:
-        """Return the records of one kind, ordered by time."""
-        return [record for record in self.records if isinstance(record, kind)]
+    @cached_property
+    def _by_kind(self) -> RecordsByKind:
+        return RecordsByKind(self.records)
 
-    @property
+    def of(self, kind: type[R]) -> Sequence[R]:
+        """Return the records of one kind, ordered by time."""
+        return self._by_kind.of(kind)
+
+    @cached_property
     def members(self) -> set[int]:
         """All workers that took part in training at any time, including spares and newcomers."""
         began = (record.rank for record in self.of(RunStarted))
@@ -181,23 +203,17 @@ class JobLife:
             for rank in recovery.joined:
                 yield JoinedWorker(rank=rank, step=recovery.step, t_s=began_s.get(rank, recovery.last_s), held_s=held_s)
 
-    @property
+    @cached_property
     def recoveries(self) -> list[Recovery]:
         """The decisions of the survivors, ordered by time."""
         by_generation: dict[int, list[Recovered]] = {}
         for record in self.of(Recovered):
             by_generation.setdefault(record.generation, []).append(record)
+        seen_by: dict[int, list[FailureSeen]] = {}
+        for seen in self.of(FailureSeen):
+            seen_by.setdefault(seen.rank, []).append(seen)
         recovered_s: dict[int, float] = {}
-        return [self._recovery(said, recovered_s) for _, said in sorted(by_generation.items())]
-
-    def _recovery(self, said: Sequence[Recovered], recovered_s: dict[int, float]) -> Recovery:
-        seen: list[FailureSeen] = []
-        for record in said:
-            # A survivor may detect the next failure before others have decided about this one, so use its own clock.
-            since_s = recovered_s.get(record.rank, float("-inf"))
-            seen += [f for f in self.of(FailureSeen) if f.rank == record.rank and since_s < f.t_s <= record.t_s]
-            recovered_s[record.rank] = record.t_s
-        return Recovery(said=tuple(said), seen=tuple(sorted(seen, key=lambda r: r.t_s)))
+        return [_recovery(said, seen_by, recovered_s) for _, said in sorted(by_generation.items())]
 
     def unnoticed(self, explained: set[int]) -> Iterator[WorkerEnded]:
         """Yield deaths by a signal that no survivor recorded.
@@ -211,6 +227,19 @@ class JobLife:
             yield from (r for r in deaths if r.rank not in quiet)
         elif deaths and explained <= self.left and not self.of(ScriptFailed):
             yield deaths[0]
+
+
+def _recovery(
+    said: Sequence[Recovered], seen_by: Mapping[int, Sequence[FailureSeen]], recovered_s: dict[int, float]
+) -> Recovery:
+    """Return a decision with the failures that it is about; ``recovered_s`` is when each survivor decided before."""
+    seen: list[FailureSeen] = []
+    for record in said:
+        # A survivor may detect the next failure before others have decided about this one, so use its own clock.
+        since_s = recovered_s.get(record.rank, float("-inf"))
+        seen += [found for found in seen_by.get(record.rank, ()) if since_s < found.t_s <= record.t_s]
+        recovered_s[record.rank] = record.t_s
+    return Recovery(said=tuple(said), seen=tuple(sorted(seen, key=lambda r: r.t_s)))
 
 
 N = TypeVar("N", int, float)
