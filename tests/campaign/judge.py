@@ -145,7 +145,8 @@ def _interrupted_python(ended: Ended) -> bool:
 def _python_could_not_begin(ended: Ended) -> bool:
     """Whether the launcher ended while Python imported its own modules: nothing of Holdfast had run yet."""
     is_start = "Fatal Python error: init_" in ended.said or 'File "<frozen site>"' in ended.said
-    return ended.code == 1 and is_start and "/holdfast/" not in ended.said
+    is_loader = ended.code == 127 and "error while loading shared libraries" in ended.said
+    return is_loader or (ended.code == 1 and is_start and "/holdfast/" not in ended.said)
 
 
 def _is_of_script(ended: Ended) -> bool:
