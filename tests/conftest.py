@@ -24,6 +24,9 @@ settings.load_profile("any-machine")
 LONG = (
     # What takes longest, where a contract test or a neighbour shows the same in less.
     "chaos/test_wire.py::test_killed_workers_change_no_bit[tree-bf16-2]",
+    "chaos/test_ddp_devices.py::test_no_wait_can_be_left_out_however_a_script_learns_that_a_collective_has_completed",
+    "chaos/test_ddp_ordered.py::test_messages_and_a_death_keep_the_order",
+    "chaos/test_backward_overlap.py::test_a_worker_that_dies_in_what_it_has_begun_changes_no_bit[between]",
     "chaos/test_children.py::test_children_die_with_workers_whose_launcher_is_killed[gloo]",
     "chaos/test_catch_up.py::test_a_wrong_bit_in_the_state_that_it_received_is_found_and_mended",
     "chaos/test_catch_up.py::test_one_of_the_two_dies_in_the_middle[newcomer-codes1]",

@@ -244,14 +244,46 @@ def test_only_attacks_that_landed_excuse_a_stop(cache):
         (Attack("limit", "launcher", values={"limit": "cpu", "value": 1}), (-9, 1), (-11,)),
         (Attack("limit", "worker 0", values={"limit": "cpu", "value": 1}), (1,), (-9,)),
         (Attack("memory-oom"), (-9, 1), (-6,)),
-        (Attack("memory-oom", "worker 1"), (), (-9, 1)),
-        (Attack("limit-at-start", values={"limit": "nofile", "value": 8}), (1, 2), (4, 93, -11)),
+        (Attack("memory-oom", "worker 1"), (-9,), (1, 4)),
+        (Attack("limit-at-start", values={"limit": "nofile", "value": 8}), (1, 2, 93), (4, -11)),
     ],
 )
 def test_a_launcher_ends_by_a_signal_only_where_something_can_kill_it(attack, right, wrong):
     codes = allowed_codes(Job(), (attack,))
     assert codes.issuperset(right)
     assert codes.isdisjoint(wrong)
+
+
+OF_SCRIPT = """error: rank 0: OSError: libgomp.so.1: failed to map segment from shared object
+Traceback (most recent call last):
+  File "/x/tests/support/train_reference.py", line 12, in <module>
+    import reference
+  File "/x/tests/support/reference.py", line 13, in <module>
+    import torch
+  File "/x/lib/python3.11/site-packages/torch/__init__.py", line 444, in <module>
+OSError: libgomp.so.1: failed to map segment from shared object
+"""
+OF_US = OF_SCRIPT.replace("/x/tests/support/reference.py", "/x/src/holdfast/session/session.py")
+OF_PYTHON = """Fatal Python error: init_import_site: Failed to import the site module
+Traceback (most recent call last):
+  File "<frozen site>", line 517, in venv
+OSError: [Errno 24] Too many open files: '/x/.venv/pyvenv.cfg'
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "value", "kind"),
+    [
+        (OF_SCRIPT, "as", "right"),
+        (OF_US, "as", "traceback"),
+        (OF_SCRIPT, "core", "traceback"),
+        (OF_PYTHON, "nofile", "right"),
+        (OF_PYTHON + "/x/src/holdfast/cli.py", "nofile", "traceback"),
+    ],
+)
+def test_a_traceback_is_the_users_only_where_a_limit_fails_the_scripts_own_statements(cache, said, value, kind):
+    limit = Attack("limit-at-start", values={"limit": value, "value": 64})
+    assert verdict(cache, ended(1, said), ended(), [limit]) == kind
 
 
 def test_the_second_launcher_is_judged(cache):

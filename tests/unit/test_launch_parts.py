@@ -27,6 +27,7 @@ from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import RunStatus, RunView, make_view
 from holdfast.launch.node_faults import KillSchedule
 from holdfast.launch.processes import Process, WatchedWorker, descendants_of, end_gently, wait_for_end
+from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stopping import StopProcedure
 from holdfast.launch.tail import LineTail, RecordTail
@@ -54,15 +55,12 @@ def test_a_report_has_the_records_whose_file_was_removed_from_the_run_directory(
     events, own = EventLog(tmp_path / "report"), FileRecorder(tmp_path / "run" / "records-launcher.jsonl")
     own.write(SEEN)
     events.write(SEEN)
-    launcher = Launcher.__new__(Launcher)
-    launcher._job = SimpleNamespace(report_dir=tmp_path / "report")
-    launcher._run = SimpleNamespace(events=events)
-    launcher._bus = SimpleNamespace(has_file=own.is_there)
-    launcher._paths = SimpleNamespace(run_dir=tmp_path / "run")
+    job, paths = SimpleNamespace(report_dir=tmp_path / "report"), SimpleNamespace(run_dir=tmp_path / "run")
+    run = SimpleNamespace(events=events, job=job, paths=paths)
 
     next(tmp_path.glob(f"*/{removed}")).unlink()
 
-    assert launcher._records() == [SEEN]
+    assert records_of(run, has_all=own.is_there()) == [SEEN]
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path):
