@@ -225,3 +225,15 @@ def test_a_check_for_which_the_system_refuses_a_thread_says_so(monkeypatch, caps
 
     said = {"name": "memory", "value": "", "why": "the system refuses a thread for the check"}
     assert json.loads(capsys.readouterr().out) == said
+
+
+def test_checks_whose_launcher_was_killed_end_without_a_word():
+    reads, writes = os.pipe()
+    os.close(reads)
+    wanted = json.dumps([["memory", "memory", 1], ["loopback", "loopback", 1.0]])
+    words = [sys.executable, "-I", "-S", node_probe.__file__, wanted]
+
+    done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writes)
+
+    assert (done.returncode, done.stderr) == (1, b"")

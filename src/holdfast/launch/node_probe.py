@@ -130,8 +130,11 @@ def main(wanted: "list[list[object]]") -> None:
 
     def say(name: str, value: str, why: str) -> None:
         with lock:
-            sys.stdout.write(json.dumps({"name": name, "value": value, "why": why}) + "\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(json.dumps({"name": name, "value": value, "why": why}) + "\n")
+                sys.stdout.flush()
+            except BrokenPipeError:  # the launcher was killed: nothing waits for the checks
+                os._exit(1)
 
     def run(kind: str, name: str, arguments: "list[object]") -> None:
         try:

@@ -136,7 +136,8 @@ class Kind:
     """How often it is drawn, relative to others."""
 
     takes: frozenset[str] = frozenset()
-    """What of the job it replaces, or what it needs as it is: its nodes, its checkpoints, the loopback that nodes share.
+    """What of the job it replaces, or what it needs as it is: its nodes, its checkpoints, the loopback that nodes share,
+    its ``TMPDIR``.
 
     Two kinds of two families with something in common are in no plan together."""
 

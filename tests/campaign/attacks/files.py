@@ -126,6 +126,7 @@ class Removed(Folder):
     """A folder, or one file in it, is removed while the job runs."""
 
     name = "removed"
+    takes = frozenset(("temporary",))
 
     def strike(self, attack: Attack, running: Running) -> bool:
         folder = folder_of(attack, running.launch)

@@ -23,6 +23,7 @@ class Twin(Kind):
     """Another job starts while the first one runs, with the same ``TMPDIR``; both must end right."""
 
     name = "twin"
+    takes = frozenset(("temporary",))
 
     def draw(self, rng: random.Random, job: Job) -> Attack:
         values = {"fabric": rng.choice(("gloo", "ulfm")), "kills": rng.random() < 0.3}
