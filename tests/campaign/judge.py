@@ -37,7 +37,8 @@ _OURS = re.compile(r'/holdfast/\S+", line \d+, in (?!<module>)')
 """A function of Holdfast in a traceback."""
 _SCRIPT = re.compile(r'  File "[^"]+/train_\w+\.py", line ')
 """A traceback begins in the script: what Holdfast calls the script with is not in it."""
-_FRAME = re.compile(r'^  File "([^"]+)", line ', re.MULTILINE)
+_FRAME = re.compile(r'^(?:\[\d+\] )?  File "([^"]+)", line ', re.MULTILINE)
+"""A frame, also in the output of a rank."""
 _LIBRARY = re.compile(r"^<|/python3\.\d+/(?!site-packages)|/site-packages/(torch|numpy)/")
 MANY_DEATHS = 3
 """So many deaths may hit the same slice: then the job stops, and names its samples."""

@@ -264,6 +264,7 @@ Traceback (most recent call last):
 OSError: libgomp.so.1: failed to map segment from shared object
 """
 OF_US = OF_SCRIPT.replace("/x/tests/support/reference.py", "/x/src/holdfast/session/session.py")
+FROM_A_RANK = OF_SCRIPT + "".join(f"[1] {line}\n" for line in OF_US.splitlines())
 OF_PYTHON = """Fatal Python error: init_import_site: Failed to import the site module
 Traceback (most recent call last):
   File "<frozen site>", line 517, in venv
@@ -276,6 +277,7 @@ OSError: [Errno 24] Too many open files: '/x/.venv/pyvenv.cfg'
     [
         (OF_SCRIPT, "as", "right"),
         (OF_US, "as", "traceback"),
+        (FROM_A_RANK, "as", "traceback"),
         (OF_SCRIPT, "core", "traceback"),
         (OF_PYTHON, "nofile", "right"),
         (OF_PYTHON + "/x/src/holdfast/cli.py", "nofile", "traceback"),

@@ -41,8 +41,10 @@ def test_output_arrives_in_order_also_of_two_streams_of_one_file(streams):
     reads, writes = os.pipe()
     twin = os.dup(writes)
     streams(writes, twin)
+    threads = threading.active_count()
 
     with RunOutput():
+        assert threading.active_count() == threads + 1
         for number in range(100):
             print(number, file=sys.stderr if number % 2 else sys.stdout)
     os.close(writes)

@@ -74,8 +74,10 @@ class RunOutput:
             found = os.fstat(fd)
         except (OSError, AttributeError):  # in a test it is no file
             return stream
-        queue = self._queues.setdefault((found.st_dev, found.st_ino), _Queue())
-        file = io.BufferedWriter(_QueuedFile(fd, queue, refused))
+        place = found.st_dev, found.st_ino
+        if place not in self._queues:
+            self._queues[place] = _Queue()  # starts a thread
+        file = io.BufferedWriter(_QueuedFile(fd, self._queues[place], refused))
         return io.TextIOWrapper(
             file, encoding=stream.encoding, errors="backslashreplace", line_buffering=True, write_through=True
         )  # a worker may print what the encoding of the terminal has not

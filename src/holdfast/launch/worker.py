@@ -308,8 +308,6 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
 _BELOW_US = re.compile(r"/(site|dist)-packages/(torch|numpy)/")
-_NO_THREAD = "can't start new thread"
-"""What CPython's RuntimeError says where the system refuses a thread."""
 
 
 def is_bug(error: BaseException) -> bool:
@@ -322,8 +320,8 @@ def is_bug(error: BaseException) -> bool:
         return isinstance(error, ScriptError)
     if isinstance(error, OSError):
         return error.errno in _WRONG_PATH
-    may_pass = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
-    may_pass = may_pass or str(error) == _NO_THREAD or (_is_ours(error.__traceback__) and bool(refusal(error)))
+    may_be_refused = isinstance(error, MemoryError | RuntimeError) or _is_ours(error.__traceback__)
+    may_pass = (may_be_refused and bool(refusal(error))) or type(error).__name__ == "OutOfMemoryError"  # torch's
     return isinstance(error, Exception) and not may_pass
 
 
