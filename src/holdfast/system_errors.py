@@ -19,7 +19,7 @@ _REFUSED = {
 }
 """What is refused, the limit that may be the cause, and what to do."""
 _OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EBADF)
-KINDS = (OSError, MemoryError, RuntimeError, ImportError, LookupError)
+KINDS = (OSError, MemoryError, RuntimeError, ImportError, LookupError, SystemError)
 """Kinds of the errors of which :func:`refusal` may say something."""
 
 
@@ -37,14 +37,16 @@ def refusal(error: BaseException) -> str:
     if error.errno not in _REFUSED:
         return what
     said, kind, cure = _REFUSED[error.errno]
-    limit = resource.getrlimit(kind)[0]
-    return what if limit == resource.RLIM_INFINITY else f"{what}: {said.format(limit)}; {cure}"
+    return f"{what}: {said.format(resource.getrlimit(kind)[0])}; {cure}" if is_limited(kind) else what
 
 
 def _as_os_error(error: BaseException) -> BaseException:
     """Return the OSError that Python, or the loader of libraries, replaced by one of another kind."""
     text = str(error)
     if isinstance(error, MemoryError) or (isinstance(error, ImportError | OSError) and "failed to map segment" in text):
+        return OSError(errno.ENOMEM, "Cannot allocate memory")
+    if isinstance(error, SystemError) and "without" in text and is_limited(resource.RLIMIT_AS):
+        # "error return without exception set": there was no memory for the exception itself
         return OSError(errno.ENOMEM, "Cannot allocate memory")
     if isinstance(error, ImportError) and "Too many open files" in text:
         return OSError(errno.EMFILE, "Too many open files")
@@ -64,6 +66,11 @@ def error_of_a_new_file() -> OSError | None:
     except OSError as error:
         return OSError(error.errno, error.strerror)
     return None
+
+
+def is_limited(kind: int) -> bool:
+    """Return whether this process has a limit of this kind, one of ``resource.RLIMIT_*``."""
+    return resource.getrlimit(kind)[0] != resource.RLIM_INFINITY
 
 
 def is_limit(error: OSError) -> bool:

@@ -132,9 +132,8 @@ def written(place, step):
 
 def test_all_workers_write_what_changed_and_any_number_of_workers_goes_on(tmp_path):
     script = ("--ballast", BALLAST_MB)
-    end_of_everything(
-        tmp_path, "-n", 3, "--checkpoint-every", 2, deeds=["end@checkpoint.tensors:10:all"], script=script
-    )
+    deeds = ["await-checkpoint:5:all", "await-checkpoint:7:all", "end@checkpoint.tensors:10:all"]
+    end_of_everything(tmp_path, "-n", 3, "--checkpoint-every", 2, deeds=deeds, script=script)
     assert steps(tmp_path / "c") == [2, 4, 6, 8]
     for step in (2, 4, 6, 8):
         sizes = written(tmp_path / "c", step)

@@ -144,6 +144,7 @@ def test_a_node_casts_its_votes_together_and_no_client_receives_them(hub, on_hub
     keys = sorted(json.loads(line)["key"] for line in requests if line)
     assert keys == ["g/0/act/1/node/a", "g/0/act/1/node/b"]
     assert sorted(json.loads(line)["key"] for line in asked if line) == [f"g/0/act/1/{rank}" for rank in range(4)]
+    client.wait(lambda: client.under("g/0/act/") or None, WAIT_S)  # the launcher hears of it on its own connection
     assert client.under("g/0/act/") == {"1/decision": "true"}
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.checkpoint import steps
 from holdfast.faults import points
 from holdfast.records.paths import requests_path
 
@@ -238,6 +239,8 @@ class Deeds:
                 self.wait_until(lambda: self.world.pending.leaves)
             case "await-request":
                 self.wait_until(requests_path(Path(os.environ["HOLDFAST_RUN_DIR"])).exists)
+            case "await-checkpoint":  # of the step before; whoever does not know of it writes all of the next ones
+                self.wait_until(lambda: steps(place)[-1] == step.number - 1)
             case "block":  # a path that cannot be written: root may write to any directory
                 shutil.rmtree(place, ignore_errors=True)
                 place.write_text("in the way")

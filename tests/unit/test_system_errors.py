@@ -56,6 +56,14 @@ def test_a_file_that_the_script_closed_is_blamed_on_it():
     )
 
 
+@pytest.mark.parametrize("text", ["error return without exception set", "NULL result without error in PyObject_Call"])
+def test_an_error_that_python_lost_is_for_want_of_memory_only_under_a_limit(monkeypatch, text):
+    assert refusal(SystemError(text)) == ""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20, 1 << 20))
+    assert refusal(SystemError(text)).startswith("Cannot allocate memory: this process may use only 1048576 bytes")
+    assert refusal(SystemError("bad argument to internal function")) == ""
+
+
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOENT, "gone"), RuntimeError("a defect"), ValueError("x"), ConnectionResetError()]
 )
