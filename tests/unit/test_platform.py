@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -15,7 +17,7 @@ from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report import build_report
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
-from holdfast.state.platform_check import compare_with_others, platform_of_worker
+from holdfast.state.platform_check import compare_with_others, cpu_model, platform_of_worker
 
 AVX512 = {"capability": "AVX512", "cpu": "A 1", "torch": "2.0", "threads": "1", "kernels": "77"}
 AVX2 = AVX512 | {"capability": "AVX2", "kernels": "88"}
@@ -26,6 +28,17 @@ def test_workers_of_one_kind_do_not_differ():
     assert number_of(AVX512) == number_of(dict(reversed(AVX512.items())))
     assert number_of(AVX512) != number_of(AVX2)
     assert 0 <= number_of(AVX2) < 1 << 62  # so that its complement fits, too
+
+
+def test_a_worker_that_may_open_no_file_does_not_claim_another_cpu(monkeypatch):
+    def refuse(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    cpu_model.cache_clear()
+
+    with pytest.raises(OSError, match="Too many open files"):
+        platform_of_worker()
 
 
 @pytest.mark.parametrize(

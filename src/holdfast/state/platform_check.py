@@ -58,10 +58,14 @@ def platform_of_worker(device: torch.device | None = None) -> dict[str, str]:
 
 @functools.cache
 def cpu_model() -> str:
-    """Return the vendor, family and model of this CPU, which distinguish it from CPUs whose arithmetic may differ."""
+    """Return the vendor, family and model of this CPU, which distinguish it from CPUs whose arithmetic may differ.
+
+    Raises:
+        OSError: if this process may open no more files: without the answer it would seem to have another CPU.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
+    except FileNotFoundError:
         lines = []
     said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     wanted = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part")
