@@ -114,10 +114,10 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 
 def clean_env(**extra: str) -> dict[str, str]:
-    """The environment of a job: one thread a worker, no compiler, nothing of other jobs."""
+    """The environment of a job: one thread a worker, a quick start as in tests, nothing of other jobs."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
     path = os.pathsep.join((str(SUPPORT / "quick_start"), str(ROOT / "src")))
-    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTEST_CURRENT_TEST": "campaign"} | extra
 
 
 def case_of(job: Job) -> Job:

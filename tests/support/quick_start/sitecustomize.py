@@ -3,7 +3,8 @@
 - ``torch._dynamo``, the compiler: the first optimizer of a process imports it, to exclude itself from compilation. Here a
   module takes its place that has ``graph_break`` and ``disable``.
 - ``torch._meta_registrations``, a quarter of the import of torch: what most operations on meta and fake tensors return.
-  Processes that tests start load it only with the compiler, or with DTensor or FSDP, which compute with such tensors.
+  Where pytest or the campaign set PYTEST_CURRENT_TEST, so in what they start, it is loaded only with the compiler, or with
+  DTensor or FSDP, which compute with such tensors.
 
 Either is replaced by the real one on any other access. The examples, the demo and the benchmarks run without this.
 """
