@@ -26,12 +26,14 @@ print("place", os.getcwd(), sys.argv[1:], sys.path[0], os.environ["RANK"], os.en
 """
 
 
-MEET = """
+def meet(workers):
+    """The end of a script, in which each worker waits until all have printed: the job ends with the first that ends."""
+    return f"""
 import pathlib, time
 here = pathlib.Path(__file__).parent
-(here / f"printed-{os.environ['RANK']}").touch()
-ends_s = time.monotonic() + 60  # the job ends with the first script that ends without training
-while len(list(here.glob("printed-*"))) < 3 and time.monotonic() < ends_s:
+(here / ("printed-" + os.environ["RANK"])).touch()
+ends_s = time.monotonic() + 60
+while len(list(here.glob("printed-*"))) < {workers} and time.monotonic() < ends_s:
     time.sleep(0.01)
 """
 
@@ -39,7 +41,7 @@ while len(list(here.glob("printed-*"))) < 3 and time.monotonic() < ends_s:
 def said(tmp_path, *options, line="", fabric="gloo"):
     """What each of three workers printed, by its first word."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(line=line) + MEET)
+    script.write_text(SCRIPT.format(line=line) + meet(3))
     done = holdfast(
         "run", "-n", 3, "--fabric", fabric, "--no-page", "--report", tmp_path / "r", *options, script, "--word", "x"
     )
@@ -61,7 +63,7 @@ def test_a_forked_worker_is_as_if_it_had_been_started(tmp_path, fabric):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root makes a PID namespace without a user namespace")
 def test_workers_are_forked_where_the_launcher_is_the_first_process_of_a_container(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(line='print("launcher", os.environ["HOLDFAST_LAUNCHER"].split()[0])'))
+    script.write_text(SCRIPT.format(line='print("launcher", os.environ["HOLDFAST_LAUNCHER"].split()[0])') + meet(2))
     words = ("run", "-n", "2", "--fabric", "gloo", "--no-page", "--report", tmp_path / "r", script)
     done = subprocess.run(
         ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "holdfast", *map(str, words)],

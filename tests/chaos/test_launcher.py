@@ -114,7 +114,7 @@ def test_a_job_without_failures_is_done(shell, tmp_path):
 
 def test_survivors_of_a_kill_go_on_and_the_plan_can_be_replayed(shell, tmp_path):
     out = tmp_path / "out"
-    done = shell.run("-n", 3, "--inject", "kill:rank=1,step=3", "--report", out, "--events-max", "1kB")
+    done = shell.run("-n", 3, "--inject", "kill:rank=1,step=3", "--no-page", "--report", out, "--events-max", "1kB")
 
     assert done.code == 0, done.err
     records = load_events(out)
@@ -224,7 +224,7 @@ def test_each_worker_sees_the_gpu_of_its_slot_and_a_new_one_that_of_the_dead(she
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     shell.script.write_text(SLOTS)
 
-    done = shell.run("--fabric", "gloo", "-n", 3, "--respawn", "--report", tmp_path / "out")
+    done = shell.run("--fabric", "gloo", "-n", 3, "--respawn", "--no-page", "--report", tmp_path / "out")
 
     said = [line for line in done.out.splitlines() if line.startswith("[")]
     assert sorted(said) == [
@@ -280,7 +280,14 @@ def test_virtual_workers_are_one_process_judged_by_its_end(shell, code):
 
 def test_a_crashed_job_starts_again_from_its_checkpoint(shell, tmp_path):
     done = shell.run(
-        "-n", 2, "--checkpoint-dir", tmp_path / "ckpt", "--report", tmp_path / "out", script=("once:any:4",)
+        "-n",
+        2,
+        "--checkpoint-dir",
+        tmp_path / "ckpt",
+        "--no-page",
+        "--report",
+        tmp_path / "out",
+        script=("once:any:4",),
     )
 
     assert done.code == 0, done.err
@@ -292,7 +299,7 @@ def test_a_crashed_job_starts_again_from_its_checkpoint(shell, tmp_path):
 def test_workers_killed_by_faults_do_not_come_back_and_faults_fire_once(shell, tmp_path):
     faults = ("--inject", "kill:rank=0,step=3", "--inject", "kill:rank=1,step=3")
 
-    done = shell.run("-n", 2, *faults, "--report", tmp_path / "out")
+    done = shell.run("-n", 2, *faults, "--no-page", "--report", tmp_path / "out")
 
     assert done.code == 0, done.err
     assert report(tmp_path / "out")["workers"]["ranks_finished"] == [2]
@@ -324,7 +331,9 @@ def test_samples_that_kill_every_worker_are_named(shell):
 
 
 def test_a_job_that_stands_still_starts_again(shell, tmp_path):
-    done = shell.run("-n", 2, "--stall-timeout", 1, "--report", tmp_path / "out", script=("hang_once:any:4",))
+    done = shell.run(
+        "-n", 2, "--stall-timeout", 1, "--no-page", "--report", tmp_path / "out", script=("hang_once:any:4",)
+    )
 
     assert done.code == 0, done.err
     assert report(tmp_path / "out")["restarts"] == 1
@@ -332,7 +341,7 @@ def test_a_job_that_stands_still_starts_again(shell, tmp_path):
 
 
 def test_random_kills_leave_one_worker_and_are_written_down(shell, tmp_path):
-    options = ("-n", 3, "--mtbf", 0.1, "--seed", 3, "--report", tmp_path / "out")
+    options = ("-n", 3, "--mtbf", 0.1, "--seed", 3, "--no-page", "--report", tmp_path / "out")
 
     done = shell.run(*options, script=("--steps", 200))
 

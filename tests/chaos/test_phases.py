@@ -131,7 +131,16 @@ def test_a_worker_that_hangs_while_it_loads_alone_on_its_node_is_ended_for_the_o
             [
                 *(sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "-n", "1", "--nnodes", "2"),
                 *("--node-rank", str(node), "--rdzv", url, "--hang-timeout", str(HANG_S)),
-                *("--report", tmp_path / str(node), SCRIPT, "--notes", tmp_path, "--freeze", "1:start:sleep"),
+                *(
+                    "--no-page",
+                    "--report",
+                    tmp_path / str(node),
+                    SCRIPT,
+                    "--notes",
+                    tmp_path,
+                    "--freeze",
+                    "1:start:sleep",
+                ),
             ],
             env=clean_env(),
         )

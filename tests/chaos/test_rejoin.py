@@ -129,7 +129,7 @@ class Live:
         self.report = tmp_path / "report"
         self.temp = tmp_path / "temp"
         self.temp.mkdir()
-        command = [sys.executable, "-m", "holdfast", "run", "--report", self.report, *given]
+        command = [sys.executable, "-m", "holdfast", "run", "--no-page", "--report", self.report, *given]
         self.process = subprocess.Popen(
             list(map(str, command)),
             stdout=subprocess.PIPE,

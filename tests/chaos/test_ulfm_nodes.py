@@ -36,7 +36,7 @@ class Run:
         self.folder = folder
         inside = machines.hosts.inside(1)
         words = [*inside, sys.executable, "-m", "holdfast", "run", "--hosts", machines.listed(1, 2, 1)]
-        words += ["--launch-agent", machines.agent, "--node-timeout", 4, "--report", folder / "report"]
+        words += ["--launch-agent", machines.agent, "--node-timeout", 4, "--no-page", "--report", folder / "report"]
         words += ["--checkpoint-dir", folder / "ckpt", "--checkpoint-every", 2, *options, SCRIPT, "--pause", pause]
         self._output = (folder / "output").open("w+")
         self.launcher = subprocess.Popen(

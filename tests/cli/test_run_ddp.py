@@ -36,7 +36,7 @@ def test_a_ddp_job_that_loses_a_rank_ends_well_and_claims_nothing_more(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(BEGIN + TRAIN)
 
-    report = run_report(tmp_path, "-n", 3, "--inject", "kill:rank=0,step=3,phase=allreduce", script)
+    report = run_report(tmp_path, "-n", 3, "--inject", "kill:rank=0,step=3,phase=allreduce", script, page=True)
 
     assert exit_codes(report) == {0: -9, 1: 0, 2: 0}
     assert_only_what_is_known(report)

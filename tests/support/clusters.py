@@ -143,7 +143,17 @@ class Cluster:
             *(sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "-n", self.workers, "--nnodes", self.count),
             *("--node-rank", node, "--rdzv", self.url, "--rdzv-token", "a secret", "--log-dir", place / "logs"),
             *(() if self.hosts is None else ("--order", "fold")),  # the bits of one machine, with which tests compare
-            *("--report", place / "report", *self.options, *more, SCRIPT, "--pause", self.pause, *self.hold),
+            *(
+                "--no-page",
+                "--report",
+                place / "report",
+                *self.options,
+                *more,
+                SCRIPT,
+                "--pause",
+                self.pause,
+                *self.hold,
+            ),
         ]
         with (place / "output").open("wb") as output:
             launcher = subprocess.Popen(

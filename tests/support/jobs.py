@@ -39,10 +39,14 @@ def holdfast(*args, cwd=None, timeout=120, env=None):
     )
 
 
-def run_report(tmp_path, *args, exit_code=0, timeout=120, env=None):
-    """Run ``holdfast run --report`` and return report.json, after checking the exit code."""
+def run_report(tmp_path, *args, exit_code=0, timeout=120, env=None, page=False):
+    """Run ``holdfast run --report`` and return report.json, after checking the exit code.
+
+    The page is drawn only if ``page`` is set: that is a fifth of what a job of a test computes.
+    """
     out = Path(tmp_path) / "report"
-    done = holdfast("run", "--report", out, *args, timeout=timeout, env=env)
+    no_page = () if page else ("--no-page",)
+    done = holdfast("run", "--report", out, *no_page, *args, timeout=timeout, env=env)
     assert done.returncode == exit_code, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     report = json.loads((out / "report.json").read_text())
     report["_events"] = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]

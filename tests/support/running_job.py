@@ -18,7 +18,7 @@ class Running:
 
     def __init__(self, folder, *options, launcher=("-m", "holdfast")):
         self.folder = folder
-        command = [sys.executable, *launcher, "run", "--report", folder / "report", *options]
+        command = [sys.executable, *launcher, "run", "--no-page", "--report", folder / "report", *options]
         env = clean_env(TMPDIR=str(folder))
         self.job = subprocess.Popen(
             [*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

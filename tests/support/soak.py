@@ -332,7 +332,7 @@ def _run_scaled(plan, folder):
 
 def _start(plan, folder, *more):
     (folder / "t").mkdir(parents=True)
-    words = ("run", "--report", folder / "report", *plan.options, *plan.more, *more, *plan.script)
+    words = ("run", "--no-page", "--report", folder / "report", *plan.options, *plan.more, *more, *plan.script)
     with (folder / "output").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "holdfast", *map(str, words)],
