@@ -172,6 +172,10 @@ def _hash_of_a_run(case: Job) -> str:
 
 
 def hash_in(said: str) -> str:
-    """The hash that a script printed, "" if it printed none; of several, which must be equal, all that differ."""
-    found = {line.rpartition("state ")[2].split()[0] for line in said.splitlines() if "state " in line}
+    """The hash that a script printed, "" if it printed none; of several, which must be equal, all that differ.
+
+    Of a job that was started again, those of its last start: DDP may have lost another rank there.
+    """
+    last = said.rpartition(" of the job, on ")[2]
+    found = {line.rpartition("state ")[2].split()[0] for line in last.splitlines() if "state " in line}
     return "/".join(sorted(each for each in found if len(each) == 64))

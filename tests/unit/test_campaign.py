@@ -327,6 +327,14 @@ def test_what_a_job_without_an_effective_attack_promises_is_checked(cache):
     assert verdict(cache, ended(), job=ddp) == "false success"
 
 
+def test_ranks_of_ddp_end_with_equal_weights_those_of_the_last_start(cache):
+    ddp, other = Job(script="ddp"), f"state {'b' * 64}"
+    again = "holdfast: start 2 of the job, on ranks 0, 1: ranks 0, 1 ended, and how is not recorded"
+    assert verdict(cache, ended(said=f"state {HASH}\n{other}"), None, [KILL], job=ddp) == "wrong hash"
+    assert verdict(cache, ended(said=f"{other}\n{again}\nstate {HASH}"), None, [KILL], job=ddp) == "right"
+    assert verdict(cache, ended(said=f"{again}\nstate {HASH}\n{other}"), None, [KILL], job=ddp) == "wrong hash"
+
+
 def test_the_hash_of_another_job_on_the_machine_is_checked(cache):
     assert verdict(cache, ended(), others=[(Job(), HASH)]) == "right"
     assert verdict(cache, ended(), others=[(Job(), "b" * 64)]) == "wrong hash"
