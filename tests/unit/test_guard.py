@@ -276,6 +276,16 @@ def test_flips_are_healed_to_the_bits_of_the_undisturbed_run_and_are_there_other
     assert "CorruptionFound" in names
 
 
+@pytest.mark.parametrize(("guard", "times"), [("stop", 0), ("heal", 1)])
+def test_a_worker_that_trains_alone_says_once_that_there_is_nobody_to_compare_with(tmp_path, capfd, guard, times):
+    kills = [f"kill:rank={rank},step={4 + rank}" for rank in range(2)]
+    _, _, records = train(tmp_path, guard, *kills)
+
+    assert [r.rank for r in records if type(r).__name__ == "Finished"] == [2]
+    said = "trains alone from step 5 on: --guard heal has no replica to compare with"
+    assert capfd.readouterr().err.count(said) == times
+
+
 @pytest.mark.parametrize("struck", [(0, 1, 2), (1, 2)])
 def test_nobody_is_named_where_several_computed_otherwise(tmp_path, struck):
     flips = [FLIP.format(rank, 6, "weights", "30", "1.weight") for rank in struck]

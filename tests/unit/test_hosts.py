@@ -183,12 +183,18 @@ def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, t
     for daemon, mpirun in ((1, 77), (2, 78)):
         (tmp_path / f"prted.{daemon}" / "0").mkdir(parents=True)
         (tmp_path / f"prted.{daemon}" / f"pmix.far.tool.prterun-{name}-{mpirun}@0").touch()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for daemon in (ended.pid, os.getpid()):  # one that found no space for more, and one that begins
+        (tmp_path / f"prted.{daemon}" / "0").mkdir(parents=True)
+        (tmp_path / f"prted.{daemon}" / "pmix.far.tool").touch()
     try:
         lost = hosts.poll([WatchedWorker(first, second, "far"), WatchedWorker(earlier, earlier, "far")], [77])
 
         assert lost == {AWAY: "could not be reached: exit code 1"}
         assert hosts.left == (Host(FAR, 1),)
-        assert [path.name for path in tmp_path.glob("prted.*")] == ["prted.2"], "the folder of the mpirun that ended"
+        stay = {path.name for path in tmp_path.glob("prted.*")}
+        assert stay == {"prted.2", f"prted.{os.getpid()}"}, "neither of another mpirun, nor of a daemon that lives"
         assert [sleeper.wait(timeout=20) for sleeper in sleepers[:2]] == [-signal.SIGKILL] * 2
         assert sleepers[2].poll() is None, "another process that got the number of an earlier one"
         hosts.reach(WatchedWorker(later, later, "far")).worker.send(signal.SIGTERM)

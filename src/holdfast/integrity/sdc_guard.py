@@ -77,6 +77,7 @@ class SdcGuard:
         self._times_back = 0
         self._verdict: tuple[int, ...] | None = None
         self._odd: set[int] = set()
+        self._is_alone = False
 
     @property
     def altered(self) -> bool:
@@ -97,12 +98,21 @@ class SdcGuard:
         """Return this worker's vote on a step whose all-reduces are complete; if it ``is_last``, the whole state is compared."""
         if is_last and self._policy != "off":
             self._fingerprint.compare_all()
+        self._warn_if_alone(step)
         return GuardVote(
             altered=self._checking.found(),
             replicas=self._fingerprint.replicas,
             ranges=None if self._ranging is None else self._ranging.check(step),
             odd=None if self._ranging is None else MinMax(max(self._odd, default=-1), min(self._odd, default=_UNSET)),
         )
+
+    def _warn_if_alone(self, step: int) -> None:
+        was_alone, self._is_alone = self._is_alone, len(self._job.comm.members) == 1
+        if self._is_alone and not was_alone and self._policy in ("warn", "heal"):
+            self._log.warn(
+                f"trains alone from step {step} on: --guard {self._policy} has no replica to compare with, and finds only "
+                "values far out of range"
+            )
 
     def read(self, step: int, said: GuardVote) -> bool:
         """Read the reduced votes; return whether the step is not committed and all workers roll back or redo it.

@@ -294,11 +294,14 @@ class MpiHosts:
 def _remove_daemon_folder(mpirun: int) -> str:
     """Return the command that removes the session folder of mpirun's daemon: one that is killed, or cannot begin, leaves it.
 
-    A file in it names the mpirun that the daemon belongs to.
+    A file in it names the mpirun that the daemon belongs to. A daemon that ended before it wrote such a file, as on a full
+    disk, belongs to nobody: its folder is named after its PID.
     """
     name = this_node().partition(".")[0]
-    found = f'"${{TMPDIR:-/tmp}}"/prted.*/pmix.*.tool.prterun-{shlex.quote(name)}*-{mpirun}@0'
-    return f'for file in {found}; do test -O "$file" && rm -rf "${{file%/*}}"; done'
+    is_ours = f'ls "$folder"/pmix.*.tool.prterun-{shlex.quote(name)}*-{mpirun}@0'
+    has_begun_or_lives = 'ls "$folder"/pmix.*.tool.* || kill -0 "${folder##*.}"'
+    is_left = f"{{ {is_ours} || ! {{ {has_begun_or_lives}; }}; }} > /dev/null 2>&1"
+    return f'for folder in "${{TMPDIR:-/tmp}}"/prted.*; do test -O "$folder" && {is_left} && rm -rf "$folder"; done'
 
 
 def _is_here(name: str) -> bool:
