@@ -60,7 +60,11 @@ def _allow_generators():
     import torch._C
 
     if set_metaclass := getattr(torch._C, "_set_generator_metaclass", None):
-        set_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
+        try:
+            from torch._custom_class_base import CustomClassBaseMeta as Meta
+        except ModuleNotFoundError:  # before torch 2.14
+            from torch._opaque_base import OpaqueBaseMeta as Meta
+        set_metaclass(Meta)
 
 
 class _Finder:
