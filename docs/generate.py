@@ -25,7 +25,7 @@ from holdfast.phases import Phase
 from holdfast.records.encoding import RECORDS
 from holdfast.report.goodput import CAUSES
 
-OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s")
+OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s", "launch_dir")
 """Settings that only the launcher gives to its workers."""
 REFERENCE = Path(__file__).parent / "reference"
 HELP_MODULE = Path(__file__).parents[1] / "src" / "holdfast" / "cli" / "help_text.py"

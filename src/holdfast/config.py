@@ -403,6 +403,8 @@ class Settings:
     """Directory of the workers' records and beacons; "" writes none."""
     origin_s: float = 0.0
     """``time.monotonic()`` at the start of the launcher, the zero of every ``t_s``."""
+    launch_dir: str = ""
+    """Where the launcher was started: a script may change to another directory before it trains, and the launcher means this one."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -463,6 +465,8 @@ class Settings:
             raise ConfigError(f"unknown setting {name!r}; known settings are {', '.join(sorted(known))}")
         is_firm = parse(FIRM, env.get(FIRM, ""), default=False)
         given = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
+        if "checkpoint_dir" in given:  # by the script, which means its own working directory
+            given["launch_dir"] = ""
         if isinstance(given.get("slices"), str):
             given["auto_slices"] = losses_of(given.pop("slices"), "slices")
         return cls(**(values | given))

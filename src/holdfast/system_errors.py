@@ -18,7 +18,7 @@ _REFUSED = {
     errno.ENOMEM: ("this process may use only {} bytes of memory", resource.RLIMIT_AS, "give it more (ulimit -v)"),
 }
 """What is refused, the limit that may be the cause, and what to do."""
-_OTHERS = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EBADF)
+_OTHERS = (errno.EACCES, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EBADF)
 KINDS = (OSError, MemoryError, RuntimeError, ImportError, LookupError, SystemError)
 """Kinds of the errors of which :func:`refusal` may say something."""
 

@@ -83,3 +83,37 @@ def test_negative_control_a_child_of_a_process_that_nobody_watches_outlives_it()
     child = Process.of(int(parent.stdout))
     assert child is not None
     assert child.send(signal.SIGKILL)
+
+
+FORKING = """
+import os, sys
+import torch
+import holdfast
+
+ENDS = {0: None, 3: SystemExit(3), 1: SystemExit("said by a fork"), 7: SystemExit(7)}
+data = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
+model = torch.nn.Linear(2, 1)
+session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in session.steps(data, batch_size=16, epochs=1):
+    for x, y in step:
+        step.backward(torch.nn.functional.mse_loss(model(x), y))
+    code, end = list(ENDS.items())[session.step]
+    forked = os.fork()
+    if forked == 0 and end is None:
+        break
+    if forked == 0:
+        raise end
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == code
+"""
+
+
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_the_end_of_a_process_that_the_script_forks_is_not_that_of_the_worker(tmp_path, fabric):
+    script = tmp_path / "forking.py"
+    script.write_text(FORKING)
+
+    report = run_report(tmp_path, "-n", 2, "--fabric", fabric, script)
+
+    assert exit_codes(report) == {0: 0, 1: 0}
+    assert report["steps"] == 4
+    assert "said by a fork" in report["_stdout"] + report["_stderr"]

@@ -1,10 +1,10 @@
-"""Run folders, and all that is in them, belong to this user alone, whatever the umask is."""
+"""Run folders belong to this user alone, whatever the umask is; checkpoints go where the command says, wherever the script goes."""
 
 import os
 import subprocess
 import sys
 
-from jobs import clean_env
+from jobs import clean_env, holdfast
 
 SCRIPT = """
 import os, sys
@@ -52,3 +52,23 @@ def test_other_users_can_read_nothing_of_a_running_job(tmp_path):
     others = [each for each in found if int(each[0], 8) & 0o077 and each[2] != "tmp"]
     assert others == []
     assert os.stat(logs).st_mode & 0o777 == 0o700
+
+
+AWAY = """
+import os
+os.makedirs("away", exist_ok=True)
+os.chdir("away")
+"""
+
+
+def test_a_relative_checkpoint_directory_is_that_of_the_command_though_the_script_changes_to_another(tmp_path):
+    (tmp_path / "script.py").write_text(AWAY + SCRIPT)
+    run = ("run", "--fabric", "virtual", "-n", 2, "--checkpoint-dir", "saved", "--checkpoint-every", 2)
+
+    done = holdfast(*run, "script.py", cwd=tmp_path)
+    again = holdfast(*run, "--resume", "script.py", cwd=tmp_path)
+
+    assert done.returncode == again.returncode == 0, done.stderr + again.stderr
+    assert sorted(os.listdir(tmp_path / "saved")) == ["step-00000002", "step-00000004"]
+    assert os.listdir(tmp_path / "away") == []
+    assert "there is no intact checkpoint" not in again.stdout + again.stderr

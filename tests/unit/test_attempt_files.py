@@ -80,6 +80,28 @@ def test_the_files_of_dead_workers_are_closed_and_what_comes_late_is_still_print
     assert open_files() == before
 
 
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.EACCES, True), (errno.ESTALE, True), (errno.EMFILE, False)])
+def test_output_that_cannot_be_read_is_named_once_and_costs_the_job_nothing(paths, monkeypatch, number, goes_on):
+    files = AttemptFiles(paths)
+    files.follow([0], [0])
+
+    def refuse_to_open(path, *_):
+        raise OSError(number, os.strerror(number), path)
+
+    with monkeypatch.context() as refused:
+        refused.setattr("holdfast.launch.tail.os.open", refuse_to_open)
+        if not goes_on:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                files.output()
+            return
+        assert files.output() == files.output(last=True) == []
+    log = paths.log_dir / "rank-0.log"
+    assert files.warnings() == [f"cannot read {log}: {os.strerror(number)}; output in it is not shown"]
+    assert files.warnings() == []
+    say(paths, 0, "readable again\n")
+    assert files.output() == [(0, "readable again")]
+
+
 def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pair_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))

@@ -70,3 +70,14 @@ def test_a_server_that_a_debugger_keeps_is_not_waited_for_without_end(server):
         assert server.process.poll() is None, "it is a zombie, and the tracer has not looked at it"
         assert server.stopped_s(1.0) == 0.0
         tracer.kill()
+
+
+def test_it_ends_where_its_folder_is_out_of_reach(tmp_path):
+    (tmp_path / "run").mkdir()
+    server = ForkServer(tmp_path / "run", os.environ, tmp_path / "log")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    (tmp_path / "run").touch()  # a path through a file is as useless as one through a folder of mode 000
+
+    server.close()
+
+    assert server.process.poll() is not None

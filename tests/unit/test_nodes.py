@@ -1,7 +1,9 @@
 """The launchers of several nodes as they see each other, over a real store, without workers."""
 
 import contextlib
+import errno
 import json
+import os
 import secrets
 import socket
 import threading
@@ -588,3 +590,13 @@ def test_workers_of_all_nodes_share_a_token_that_is_not_that_of_the_job(meet, to
     assert len(tokens) == 1
     assert token not in tokens
     assert groups[0]._workers_token(1) not in tokens
+
+
+def test_a_machine_that_cannot_connect_to_itself_says_so_at_once(make_job, monkeypatch):
+    def unreachable(*_):
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr("holdfast.launch.rendezvous.address_towards", unreachable)
+
+    with pytest.raises(JobError, match=r"127\.0\.0\.1: Network is unreachable; bring its loopback interface up"):
+        NodeGroup(make_job(0, nnodes=1, rdzv=""))

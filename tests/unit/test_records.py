@@ -51,6 +51,20 @@ def test_who_has_said_nothing_is_nowhere(tmp_path):
     assert Beacon.read(tmp_path / "short") is None
 
 
+@pytest.mark.parametrize("rubbish", [bytes(range(256)), b"\xff" * 64, b"{}\n" * 30], ids=["bytes", "ones", "json"])
+def test_where_a_worker_is_in_a_beacon_that_was_overwritten_is_unknown_until_its_next_mark(tmp_path, rubbish):
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.mark("forward", 3)
+
+    with (tmp_path / "beacon").open("r+b") as file:
+        file.write(rubbish)
+
+    assert Beacon.read(tmp_path / "beacon") is None
+    beacon.mark("allreduce", 3)
+    position = Beacon.read(tmp_path / "beacon")
+    assert (position.phase, position.step) == ("allreduce", 3)
+
+
 def test_every_mark_is_a_beat_and_every_optimizer_a_step_applied(tmp_path):
     beacon = Beacon(tmp_path / "beacon")
     for step in range(3):

@@ -15,10 +15,11 @@ import holdfast.distributed
 from holdfast.comm.seated import SeatedCommunicator
 from holdfast.distributed import registering
 from holdfast.distributed.group import NewcomerGroup
+from holdfast.distributed.group_base import GroupBase
 from holdfast.distributed.joining import Joining
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.seating import NEVER, SeatRow, decide
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, ScriptError
 
 # -- the decision of a regrouping
 
@@ -421,3 +422,15 @@ def test_any_other_position_is_refused():
 def test_a_state_that_cannot_be_sent_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="the state of position must consist of plain values and tensors"):
         registering._check_plain("position", {"loader": iter([1])})
+
+
+def test_a_group_that_was_destroyed_refuses_what_the_others_would_wait_for():
+    dropped = []
+    group = GroupBase.__new__(GroupBase)
+    group._engine, group._members = SimpleNamespace(drop_group=dropped.append), "its members"
+
+    group.shutdown()
+
+    assert dropped == ["its members"]
+    with pytest.raises(ScriptError, match="all-reduce: its process group was destroyed by destroy_process_group"):
+        group._submit("all-reduce", [], lambda: None, lambda: None)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from holdfast.errors import StoreLost
 from holdfast.membership import Hub, HubStore
 from holdfast.membership.authentication import LineAuthenticator
 from holdfast.membership.client import _read_items
@@ -35,6 +36,20 @@ def test_its_signal_becomes_readable_when_something_changes(store):
     assert store.signal_fd == signal
     store.close()
     assert select.select([signal], [], [], DEADLINE_S)[0], "so does it when the store is lost"
+
+
+def test_a_signal_that_a_script_has_closed_is_why_the_store_is_lost_and_no_traceback(store, monkeypatch):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    signal = store.signal_fd
+    store._close_signal.detach()
+    os.close(signal)
+
+    with pytest.raises(StoreLost, match="Bad file descriptor"):
+        store.put("a", "1")  # its answer would be waited for without end
+
+    store._thread.join(DEADLINE_S)
+    assert printed == []
 
 
 @pytest.mark.parametrize("scope", ["", "again/1/"])

@@ -49,6 +49,10 @@ def test_a_full_disk_is_named_with_its_file():
     assert refused(errno.ENOSPC, "/tmp/x") == "No space left on device (/tmp/x)"
 
 
+def test_a_file_whose_mode_was_changed_is_named():
+    assert refused(errno.EACCES, "/tmp/x") == "Permission denied (/tmp/x)"
+
+
 def test_a_file_that_the_script_closed_is_blamed_on_it():
     assert (
         refused(errno.EBADF)

@@ -23,13 +23,14 @@ class CheckpointStore:
     Args:
         url: A directory, or a URL such as ``s3://bucket/run``.
         format: Format to write; any format can be read.
+        base: Directory to which a relative ``url`` refers; "": the working directory.
 
     Raises:
         ConfigError: if the URL cannot be used.
     """
 
-    def __init__(self, url: str | Path, format: str = "safetensors") -> None:
-        self.storage = open_storage(url)
+    def __init__(self, url: str | Path, format: str = "safetensors", base: str = "") -> None:
+        self.storage = open_storage(url, base)
         self._format = format
         self._clean: set[int] = set()
         """See :class:`~holdfast.checkpoint.save.PendingCheckpoint`."""

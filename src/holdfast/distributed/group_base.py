@@ -19,7 +19,7 @@ from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
-from holdfast.errors import RanksLost
+from holdfast.errors import RanksLost, ScriptError
 from holdfast.torch_private import is_profiling, task_of_backward
 
 Tensors = Sequence[torch.Tensor]
@@ -38,6 +38,7 @@ class GroupBase(ProcessGroup):
         self._description = ""
         self._pending: PendingWork | None = None
         self._is_profiled = True
+        self._is_released = False
         self._fills_seats = engine.recorder.settings.empty_seats == "fill"
 
     # -- attributes
@@ -100,6 +101,7 @@ class GroupBase(ProcessGroup):
 
     def shutdown(self) -> None:
         """Release the group; the process leaves the job when its script ends."""
+        self._is_released = True
         self._engine.drop_group(self._members)
 
     def abort(self) -> None:
@@ -123,6 +125,8 @@ class GroupBase(ProcessGroup):
         counts: bool = True,
         is_dense: bool = True,
     ) -> Work:
+        if self._is_released:  # DDP holds on to its group; the other ranks would wait for this one without end
+            raise ScriptError(f"{what}: its process group was destroyed by destroy_process_group; call that at the end")
         if is_dense:
             for tensor in result:
                 check_device(tensor, what)

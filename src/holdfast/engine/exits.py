@@ -79,15 +79,19 @@ def end_job_on_errors(check: Callable[[], None]) -> None:
     Args:
         check: Raises :class:`ScriptError` if training is not complete.
     """
-    show = sys.excepthook
+    show, worker = sys.excepthook, os.getpid()
 
     def on_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         show(kind, error, traceback)
+        if os.getpid() != worker:
+            return  # a process that the script has forked
         if classify(error) is DeviceFailure.LOST:
             kill_self()  # the other workers continue
         end_job()
 
     def on_exit() -> None:
+        if os.getpid() != worker:
+            return
         try:
             check()
         except ScriptError as error:

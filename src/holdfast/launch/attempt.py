@@ -353,6 +353,7 @@ class AttemptFiles:
         self._log_dir = paths.log_dir
         self._far = paths.is_shared
         self._warned: set[str] = set()
+        self._unreadable: dict[str, str] = {}
         self._open: dict[int, _WorkerFiles] = {}
         self._closed: dict[int, _WorkerFiles] = {}
 
@@ -424,20 +425,32 @@ class AttemptFiles:
             release_memory()
 
     def warnings(self) -> list[str]:
-        """Return one warning for each file that contains lines that are not records; each file is named once."""
-        skipped = [tail for tail in self._record_tails() if tail.skipped and tail.path not in self._warned]
-        self._warned.update(tail.path for tail in skipped)
-        return [f"{tail.path} contains a line that is not a record; such lines are skipped" for tail in skipped]
+        """Return one warning for each file that cannot be read, or has lines that are not records; each file is named once."""
+        what = "contains a line that is not a record; such lines are skipped"
+        found = {tail.path: f"{tail.path} {what}" for tail in self._record_tails() if tail.skipped} | self._unreadable
+        new = [line for path, line in found.items() if path not in self._warned]
+        self._warned.update(found)
+        return new
 
     def output(self, *, last: bool = False) -> list[tuple[int, str]]:
         """Return new output lines with the rank that printed them; ``last`` includes incomplete lines."""
         lines: list[tuple[int, bytes]] = []
         for rank, files in itertools.chain(self._open.items(), self._closed_again() if last else ()):
             if files.log is not None:
-                lines += [(rank, line) for line in files.log.read()]
+                lines += [(rank, line) for line in self._lines_of(files.log)]
                 if last and (rest := files.log.rest()):
                     lines.append((rank, rest))
         return [(rank, line.decode(errors="replace")) for rank, line in lines]
+
+    def _lines_of(self, log: LineTail) -> list[bytes]:
+        """Return the new lines of a worker's output, which is only shown: the job goes on where it cannot be read."""
+        try:
+            return log.read()
+        except OSError as error:
+            if is_limit(error):
+                raise
+            self._unreadable[log.path] = f"cannot read {log.path}: {error.strerror}; output in it is not shown"
+            return []
 
     def close(self) -> None:
         """Close the files."""

@@ -125,7 +125,8 @@ class ForkServer:
         """End the server. The workers that it forked go on."""
         self.kill()
         os.close(self._importing)
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is removed with its folder, unless access to that was taken away
+            self._path.unlink()
 
     def __enter__(self) -> Self:
         return self

@@ -90,9 +90,8 @@ class Launcher:
         self._nodes: NodeGroup | None = None
         self._hosts: MpiHosts | None = None
         self._dashboard: Dashboard | None = None
-        self._restarts = 0
+        self._restarts, self._touched_s = 0, 0.0
         self._begun_s = time.monotonic()
-        self._touched_s = 0.0
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
@@ -351,6 +350,7 @@ class Launcher:
             faults=plan.to_json() if plan.faults else "",
             run_dir=str(self._paths.run_dir),
             origin_s=self._origin_s,
+            launch_dir=self._running.folder,
         )
 
     def _has_begun(self) -> bool:

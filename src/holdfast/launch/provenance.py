@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast.launch.job import Job
 
-_NOT_THE_JOB = ("token", "store", "rank", "ranks", "run_dir", "origin_s", "faults")
+_NOT_THE_JOB = ("token", "store", "rank", "ranks", "run_dir", "origin_s", "launch_dir", "faults")
 """Settings that are specific to one start of the job, or secret."""
 _LIBRARIES = ("holdfast", "torch", "numpy")
 

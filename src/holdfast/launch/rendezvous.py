@@ -23,9 +23,10 @@ from holdfast.launch.command_line import OPTIONS
 from holdfast.launch.job import Job, refuse
 from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
-from holdfast.membership.store import is_port
+from holdfast.membership.store import address_towards, is_port
 from holdfast.report.formatting import count
 
+_ITSELF = "127.0.0.1"
 _RETRY_S = 0.5
 _TOGETHER_S = 1.0
 """Launchers that end within this time end together: no hub needs to take over."""
@@ -169,7 +170,9 @@ class Rendezvous:
         return bool(self._job.rdzv) and self._me >= len(self._places)
 
     def _host(self) -> str:
-        host, port = split_place(self._places[self._me]) if self._places else ("127.0.0.1", 0)
+        if not self._places:
+            _check_loopback()
+        host, port = split_place(self._places[self._me]) if self._places else (_ITSELF, 0)
         if len(self._places) > 1:
             self._hub = Hub(self.token, host, port, lease_s=self._lease_s, places=self._places, place=self._me)
             return self._job.rdzv
@@ -398,3 +401,12 @@ def _check_places(job: Job) -> None:
         )
     if not set(hosts).issubset(_LOOPBACK) and not job.settings.token:
         refuse("--rdzv on another machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")
+
+
+def _check_loopback() -> None:
+    """Raise ``JobError`` if this machine cannot connect to itself: its launcher would wait for its own store."""
+    try:
+        address_towards(_ITSELF, 1)
+    except OSError as error:
+        why = f"this machine cannot connect to itself at {_ITSELF}: {error.strerror}"
+        raise JobError(f"{why}; bring its loopback interface up (ip link set lo up)") from error

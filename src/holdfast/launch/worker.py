@@ -48,7 +48,7 @@ from holdfast.start_rank import LOOPBACK, mpi_rank
 from holdfast.system_errors import is_limit, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from typing_extensions import Buffer
@@ -119,7 +119,8 @@ def run_script(words: Sequence[str]) -> NoReturn:
         target = Target.of_words(words)
         script = target.script
         try:
-            _run(target)
+            with _forks_apart():
+                _run(target)
         except SystemExit as end:
             if end.code == STOPPED:
                 _leave(STOPPED)
@@ -131,6 +132,37 @@ def run_script(words: Sequence[str]) -> NoReturn:
             _end_without_device(lost, _line_in(error.__traceback__, script))
         exit_code = _report_failure(error, script)
     _leave(exit_code)
+
+
+@contextlib.contextmanager
+def _forks_apart() -> Iterator[None]:
+    """End a process that the script has forked, and in which the script ends, as Python does: it is not the worker."""
+    worker, failed = os.getpid(), None
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == worker:
+            raise
+        failed = error
+    if os.getpid() != worker:
+        _end_fork(failed)
+
+
+def _end_fork(failed: BaseException | None) -> NoReturn:
+    exit_code = 1
+    try:
+        if failed is None or isinstance(failed, SystemExit):
+            code = failed.code if failed is not None else 0
+            exit_code = code if isinstance(code, int) else int(code is not None)
+            if isinstance(code, str):
+                sys.stderr.write(f"{code}\n")
+        else:
+            traceback.print_exception(failed)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(exit_code & 0xFF)
 
 
 def _run(target: Target) -> None:

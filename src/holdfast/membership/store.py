@@ -249,7 +249,8 @@ class Store(ABC):
             if self._listener is not None and not self._lost:
                 self._listener("", why)
             self._lost = self._lost or why
-            self._announce_change()
+            with contextlib.suppress(OSError):  # a script has closed the descriptor, which may be why the store is lost
+                self._announce_change()
             self._changed.notify_all()
 
     def _sockets(self) -> list[socket.socket]:

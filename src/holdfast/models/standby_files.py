@@ -151,7 +151,8 @@ class StandbyFiles:
 
     def _checkpoints(self, part: int) -> CheckpointStore:
         settings = self._job.settings
-        return CheckpointStore(f"{settings.checkpoint_dir.rstrip('/')}/copies/part-{part}", settings.checkpoint_format)
+        url = f"{settings.checkpoint_dir.rstrip('/')}/copies/part-{part}"
+        return CheckpointStore(url, settings.checkpoint_format, settings.launch_dir)
 
     def _is_ours(self, checkpoints: CheckpointStore, step: int) -> bool:
         info = checkpoints.info(step)

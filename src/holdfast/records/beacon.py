@@ -188,7 +188,7 @@ class Beacon:
 
     @classmethod
     def read(cls, path: Path) -> BeaconPosition | None:
-        """Return the state of the worker that writes ``path``; None if it has not published one yet."""
+        """Return the state of the worker that writes ``path``; None if it has published none, or its file was overwritten."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -196,7 +196,7 @@ class Beacon:
         if len(data) < cls._SIZE:
             return None
         beats, step, slice_, phase, pid, applied, count = cls._HEAD.unpack_from(data)
-        if beats == 0:
+        if beats == 0 or not (0 <= phase < len(PHASES) and 0 <= count <= cls.MAX_SAMPLES):
             return None
         samples = struct.unpack_from(f"<{count}q", data, cls._HEAD.size)
         pulse, busy, waits, compute_s, in_vain, doing = cls._TAIL.unpack_from(data, cls._TAIL_AT)

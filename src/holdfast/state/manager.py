@@ -56,7 +56,7 @@ class CheckpointManager:
 
     def _open(self, url: str) -> None:
         format = self._settings.checkpoint_format
-        self._checkpoints = CheckpointStore(url, format)
+        self._checkpoints = CheckpointStore(url, format, self._settings.launch_dir)
         self._writer = CheckpointWriter(
             self._checkpoints,
             background=self._background,

@@ -111,8 +111,10 @@ def as_storage(where: Where) -> Storage:
     return open_storage(where) if isinstance(where, str | Path) else where
 
 
-def open_storage(url: str | Path) -> Storage:
+def open_storage(url: str | Path, base: str = "") -> Storage:
     """Return the storage of a directory or a URL (``s3://``, ``gs://``, ``az://`` or ``memory://``).
+
+    A relative directory is relative to ``base``; "": to the working directory.
 
     Raises:
         ConfigError: if the URL is empty, its scheme is unknown, or a package is missing.
@@ -125,4 +127,4 @@ def open_storage(url: str | Path) -> Storage:
         return RemoteStorage(str(url))
     from holdfast.checkpoint.storage.local import LocalStorage
 
-    return LocalStorage(Path(str(url).removeprefix("file://")))
+    return LocalStorage(Path(str(url).removeprefix("file://")), Path(base))

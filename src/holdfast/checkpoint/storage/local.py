@@ -29,13 +29,13 @@ _ADVICE = {
 
 
 class LocalStorage:
-    """See :class:`~holdfast.checkpoint.storage.Storage`; the first save creates the directory ``root``."""
+    """See :class:`~holdfast.checkpoint.storage.Storage`; the first save creates the directory ``root``, relative to ``base``."""
 
     has_links = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, base: Path = Path()) -> None:
         self.url = str(root)
-        self._root = root.absolute()  # a script may change the working directory while a checkpoint is written
+        self._root = (base / root).absolute()  # a script may change the working directory while a checkpoint is written
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
