@@ -48,6 +48,8 @@ CODES: dict[End, frozenset[int]] = {
     End.REFUSES: frozenset((1, 2, 93)),
 }
 """Exit codes, other than 0, with which a job may end; of several attacks, those of each."""
+_PYTHON_BEGINS = ("Fatal Python error: init_", 'File "<frozen site>"', "Could not import runpy module")
+"""Python ends before it has run anything of Holdfast."""
 HARM = frozenset(("damage", "removed", "disk-full", "disk-read-only", "disk-error"))
 """Attacks after which a checkpoint that was complete may be gone, or unreadable."""
 
@@ -145,7 +147,7 @@ def _interrupted_python(ended: Ended) -> bool:
 
 def _python_could_not_begin(ended: Ended) -> bool:
     """Whether the launcher ended while Python imported its own modules: nothing of Holdfast had run yet."""
-    is_start = "Fatal Python error: init_" in ended.said or 'File "<frozen site>"' in ended.said
+    is_start = any(each in ended.said for each in _PYTHON_BEGINS)
     is_loader = ended.code == 127 and "error while loading shared libraries" in ended.said
     return is_loader or (ended.code == 1 and is_start and "/holdfast/" not in ended.said)
 

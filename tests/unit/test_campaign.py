@@ -280,6 +280,13 @@ OSError: [Errno 24] Too many open files: '/x/.venv/pyvenv.cfg'
         (FROM_A_RANK, "as", "traceback"),
         (OF_SCRIPT, "core", "traceback"),
         (OF_PYTHON, "nofile", "right"),
+        (
+            OF_PYTHON.replace(OF_PYTHON.splitlines()[0], "Could not import runpy module").replace(
+                "site>", "importlib.util>"
+            ),
+            "nofile",
+            "right",
+        ),
         (OF_PYTHON + "/x/src/holdfast/cli.py", "nofile", "traceback"),
     ],
 )
