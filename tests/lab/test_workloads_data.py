@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 import pickle
 import struct
+import subprocess
 import sys
 import tarfile
 import tracemalloc
@@ -153,6 +155,18 @@ def test_digits_are_held_out_in_proportion():
     share = test.tensors[1].bincount() / (train.tensors[1].bincount() + test.tensors[1].bincount())
 
     assert (share - 1 / 6).abs().max() < 0.005
+
+
+def test_the_digits_that_jobs_of_tests_load_quickly_are_those_of_scikit_learn():
+    script = (
+        "import hashlib, sys; from sklearn.datasets import load_digits; d, (x, y) = load_digits(), load_digits(return_X_y=True)\n"
+        "print('scipy' in sys.modules, *(hashlib.sha256(a.tobytes()).hexdigest() for a in (d.images, d.target, x, y)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    real, (images, labels) = load_digits(), load_digits(return_X_y=True)
+    arrays = (real.images, real.target, images, labels)
+    assert done.stdout.split() == ["False", *(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)]
 
 
 def test_every_digit_is_in_one_set_and_they_are_those_of_scikit_learn():
