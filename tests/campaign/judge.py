@@ -48,7 +48,12 @@ CODES: dict[End, frozenset[int]] = {
     End.REFUSES: frozenset((1, 2, 93)),
 }
 """Exit codes, other than 0, with which a job may end; of several attacks, those of each."""
-_PYTHON_BEGINS = ("Fatal Python error: init_", 'File "<frozen site>"', "Could not import runpy module")
+_PYTHON_BEGINS = (
+    "Fatal Python error: init_",
+    "Fatal Python error: error evaluating path",
+    'File "<frozen site>"',
+    "Could not import runpy module",
+)
 """Python ends before it has run anything of Holdfast."""
 HARM = frozenset(("damage", "removed", "disk-full", "disk-read-only", "disk-error"))
 """Attacks after which a checkpoint that was complete may be gone, or unreadable."""

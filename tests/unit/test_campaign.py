@@ -287,6 +287,11 @@ OSError: [Errno 24] Too many open files: '/x/.venv/pyvenv.cfg'
             "nofile",
             "right",
         ),
+        (
+            OF_PYTHON.replace("init_import_site", "error evaluating path").replace("site>", "getpath>"),
+            "nofile",
+            "right",
+        ),
         (OF_PYTHON + "/x/src/holdfast/cli.py", "nofile", "traceback"),
     ],
 )
