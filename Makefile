@@ -164,7 +164,7 @@ DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["depend
 
 .venv-integrations/.ready: Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) $(FRAMEWORKS) \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH) $(FRAMEWORKS) \
 		--editable '.[mpi]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
@@ -197,15 +197,16 @@ DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["depend
 		--editable '.[monitor]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
+# --no-compile: pip would compile all of torch, a minute; what is imported is compiled then.
 $(READY): Makefile pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer; say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot create virtual environments; on Debian and Ubuntu install python3-venv" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -c '$(DEV)' | $(PY) -m pip install --quiet --disable-pip-version-check torch==$(TORCH) --editable '.[all]' -r /dev/stdin
+	$(PY) -c '$(DEV)' | $(PY) -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH) --editable '.[all]' -r /dev/stdin
 	@touch $@
 
 # A torch beside the one of .venv; pip takes a build for CUDA, of 6 to 8 GB, which runs on the CPU, too.
 .venv-torch-%/.ready: Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
-	$(@D)/bin/python -c '$(DEV)' | $(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* --editable '.[all]' -r /dev/stdin
+	$(@D)/bin/python -c '$(DEV)' | $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$* --editable '.[all]' -r /dev/stdin
 	@touch $@

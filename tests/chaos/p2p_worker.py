@@ -107,7 +107,9 @@ def outside():
 
 
 def appear(name):
-    (folder / name).write_text(str(os.getpid()))
+    begun = folder / f"{name}-{os.getpid()}"
+    begun.write_text(str(os.getpid()))
+    begun.rename(folder / name)  # who waits for it reads it at once
 
 
 def wait_for(name):

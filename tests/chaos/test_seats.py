@@ -157,7 +157,7 @@ def test_a_script_that_does_not_register_goes_on_without_the_newcomer_which_says
 
 
 BOTH = """
-import sys, torch, holdfast
+import sys, time, torch, holdfast
 import torch.distributed as dist
 if sys.argv[1] == "group-first":
     dist.init_process_group(sys.argv[2])
@@ -165,6 +165,7 @@ model = torch.nn.Linear(3, 1)
 holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
 if not dist.is_initialized():
     dist.init_process_group(sys.argv[2])
+time.sleep(60)  # the spare, which may be the last to begin, ends the job
 """
 
 

@@ -26,7 +26,7 @@ from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import RunStatus, RunView, make_view
 from holdfast.launch.node_faults import KillSchedule
-from holdfast.launch.processes import Process, WatchedWorker, descendants_of, end_gently, wait_for_end
+from holdfast.launch.processes import Process, WatchedWorker, children_of, descendants_of, end_gently, wait_for_end
 from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stopping import StopProcedure
@@ -185,6 +185,15 @@ def test_what_a_child_leaves_behind_is_adopted_and_ended():
     done = subprocess.run([sys.executable, "-c", ORPHANS], timeout=60, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_a_process_that_ends_while_its_children_are_listed_has_none(monkeypatch):
+    def gone(_, pattern):
+        raise FileNotFoundError(2, "No such file or directory", "/proc/1524/task")
+        yield
+
+    monkeypatch.setattr(Path, "glob", gone)
+    assert children_of(os.getpid()) == []
 
 
 def test_descendants_are_children_and_theirs():

@@ -189,7 +189,11 @@ def adopt_orphans() -> None:
 def children_of(pid: int) -> list[int]:
     """Return the PIDs of a process's children, including zombies; none if it has ended or the system has no list."""
     lists = []
-    for path in Path("/proc", str(pid), "task").glob("*/children"):
+    try:
+        paths = list(Path("/proc", str(pid), "task").glob("*/children"))
+    except OSError:  # the process has ended since glob looked whether the directory exists
+        return []
+    for path in paths:
         try:
             lists.append(path.read_text())
         except OSError:  # the thread has ended
