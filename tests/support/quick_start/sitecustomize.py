@@ -62,7 +62,7 @@ class _Datasets(_Replacement):
 
 
 def _real(name):
-    """Put the module itself in the place of its replacement, and return it."""
+    """Put the module itself in the place of its replacement, and return it; None if it is not imported yet."""
     if isinstance(sys.modules.get(name), _Replacement):
         for each in _DIGITS if name in _DIGITS else (name,):
             if isinstance(sys.modules.get(each), _Replacement):
@@ -72,7 +72,7 @@ def _real(name):
         if name.startswith("torch."):
             sys.modules["torch"].__dict__.pop(name.removeprefix("torch."), None)
         importlib.import_module(name)
-    return sys.modules[name]
+    return sys.modules.get(name)
 
 
 def _allow_generators():
