@@ -182,7 +182,8 @@ DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["depend
 
 .venv-fuzz/.ready: Makefile pyproject.toml | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) "atheris>=3" --editable '.[all]'
+	$(@D)/bin/python -c '$(DEV)' | $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH) \
+		"atheris>=3" --editable '.[all]' -r /dev/stdin
 	@touch $@
 
 .venv-browser/.ready: Makefile pyproject.toml | $(READY)
