@@ -233,7 +233,7 @@ def _of_result(outcome: Outcome, last: Ended, cache: Path) -> list[Verdict]:
     is_new = job.script == "ddp" and outcome.resumed is not None  # it has no checkpoints
     is_exact = jobs.is_exact(job, () if is_new else outcome.acted())
     if job.flip and len(report["workers"]["ranks_finished"]) == 1:
-        is_exact = False  # it may have been alone when its bits flipped, with nobody to compare them with
+        is_exact = False  # it may have been alone when its bits flipped, with no replica to compare them with
     if is_exact and (wrong := _wrong_hash(outcome, last, cache)):
         found.append(Verdict("wrong hash", wrong))
     if job.script == "ddp":

@@ -294,8 +294,8 @@ class MpiHosts:
 def _remove_daemon_folder(mpirun: int) -> str:
     """Return the command that removes the session folder of mpirun's daemon: one that is killed, or cannot begin, leaves it.
 
-    A file in it names the mpirun that the daemon belongs to. A daemon that ended before it wrote such a file, as on a full
-    disk, belongs to nobody: its folder is named after its PID.
+    A file in it names the mpirun that the daemon belongs to. The folder of a daemon that ended before it wrote such a file,
+    as on a full disk, is known by the PID of the daemon, after which it is named.
     """
     name = this_node().partition(".")[0]
     is_ours = f'ls "$folder"/pmix.*.tool.prterun-{shlex.quote(name)}*-{mpirun}@0'
