@@ -224,6 +224,26 @@ def test_nothing_is_left_where_what_would_end_it_is_stopped_when_the_launcher_di
     assert not any(process.is_alive() for process in stopped)
 
 
+def test_a_watcher_that_is_stopped_when_the_launcher_is_gone_and_its_worker_has_ended_is_resumed(tmp_path):
+    job = Orphans(tmp_path, "ulfm", workers=2, step_s=0.2)
+    until_committed(job.temporary, 3, job.launcher)
+    pairs = [WatchedWorker.read(pair_path(job.run_dir, rank)) for rank in range(2)]
+
+    job.launcher.kill()
+    try:
+        for pair in pairs:
+            while pair.worker.is_alive():  # which resumes it as long as it lives
+                pair.watcher.send(signal.SIGSTOP)
+                time.sleep(0.002)
+        assert any(pair.watcher.is_stopped() for pair in pairs)
+        job.wait()
+    finally:
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    assert job.exit_codes == {0: 4, 1: 4}
+
+
 LOSES_ITS_CONNECTION = """
 import socket
 import sys

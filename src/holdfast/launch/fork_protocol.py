@@ -10,8 +10,8 @@ from typing import Any
 FORK_SERVER = "HOLDFAST_FORK_SERVER"
 """Path of the fork server's socket; not set if there is none."""
 READY, GO, SUCCEEDED, FAILED = b"r", b"g", b"0", b"f"
-"""Sent by the watcher once it runs; by the starter, which then relies on it; by the watcher if the worker exited with 0;
-by the watcher if it ended in any other way."""
+"""Sent by the watcher once it runs, with a pidfd of it and one of the launcher if that is on the node; by the starter,
+which then relies on it; by the watcher if the worker exited with 0; by the watcher if it ended in any other way."""
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 

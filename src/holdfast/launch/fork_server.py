@@ -213,7 +213,7 @@ def _become_watcher(connection: socket.socket, request: dict[str, Any], files: l
 
     try:
         _take_over(request, files)
-        connection.sendall(READY)
+        _answer(connection)
         if connection.recv(1) != GO:  # it gave up waiting, or was killed
             os._exit(1)
     except OSError:
@@ -221,6 +221,21 @@ def _become_watcher(connection: socket.socket, request: dict[str, Any], files: l
     read_our_clock()
     end_if_orphaned(request["parent"])
     run_watched(request["words"], mpirun_above(request["parent"]), Starter(connection))
+
+
+def _answer(connection: socket.socket) -> None:
+    """Tell the starter that its watcher runs, with a pidfd of it and one of the launcher, unless that is elsewhere."""
+    from holdfast.launch.worker_context import launcher_process
+
+    launcher = launcher_process()
+    handle = None if launcher is None else launcher.open()
+    if handle is None:
+        connection.sendall(READY)
+        return
+    ours = os.pidfd_open(os.getpid())
+    socket.send_fds(connection, [READY], [ours, handle])
+    os.close(ours)
+    os.close(handle)
 
 
 def _take_over(request: dict[str, Any], files: list[int]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -20,26 +21,31 @@ from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, SUCCEEDED, con
 
 _ANSWER_S = 60.0
 """Time that the server may take to answer: it imports torch first."""
+_WAKE_S = 1.0
+"""Interval at which the watcher is resumed once the launcher has ended."""
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def main() -> NoReturn:
     """Have the worker forked, and end as its watcher does."""
-    connection = _ask(os.environ.get(FORK_SERVER, ""))
-    if connection is None:
+    answer = _ask(os.environ.get(FORK_SERVER, ""))
+    if answer is None:
         from holdfast.launch import worker
 
         worker.main()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves
-    if _receive_byte(connection) == SUCCEEDED:
+    if _wait_for_end(*answer) == SUCCEEDED:
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def _ask(path: str) -> socket.socket | None:
-    """Return the connection to our watcher, None if there is no server, or it does not answer or refuses."""
+def _ask(path: str) -> tuple[socket.socket, list[int]] | None:
+    """Return the connection to our watcher, with its pidfd and that of the launcher if both are on this node.
+
+    None if there is no server, or it does not answer or refuses.
+    """
     if not path:
         return None
     try:
@@ -49,10 +55,11 @@ def _ask(path: str) -> socket.socket | None:
     try:
         _send_request(connection)
         connection.settimeout(_ANSWER_S)
-        if _receive_byte(connection) == READY:
+        word, handles, _, _ = socket.recv_fds(connection, 1, 2)
+        if word == READY:
             connection.sendall(GO)
             connection.settimeout(None)
-            return connection
+            return connection, handles
     except OSError:  # it was killed, or is stopped
         pass
     connection.close()  # a watcher that answers too late ends for want of a GO
@@ -73,6 +80,19 @@ def _send_request(connection: socket.socket) -> None:
     text = json.dumps(request).encode()
     socket.send_fds(connection, [len(text).to_bytes(4, "big")], [0, 1, 2])
     connection.sendall(text)
+
+
+def _wait_for_end(connection: socket.socket, handles: list[int]) -> bytes:
+    """Return what the watcher says at its end. Without a launcher, nobody else resumes one that a signal has stopped."""
+    if handles:
+        watcher, launcher = handles
+        select.select([connection.fileno(), launcher], [], [])
+        while not select.select([connection], [], [], _WAKE_S)[0]:
+            try:
+                signal.pidfd_send_signal(watcher, signal.SIGCONT)
+            except ProcessLookupError:  # killed, while a process that it forked still has the connection
+                return b""
+    return _receive_byte(connection)
 
 
 def _receive_byte(connection: socket.socket) -> bytes:
