@@ -238,7 +238,8 @@ class Deeds:
             case "await-notice":
                 self.wait_until(lambda: self.world.pending.leaves)
             case "await-request":
-                self.wait_until(requests_path(Path(os.environ["HOLDFAST_RUN_DIR"])).exists)
+                path = requests_path(Path(os.environ["HOLDFAST_RUN_DIR"]))
+                self.wait_until(lambda: path.exists() and path.read_bytes().endswith(b"\n"))
             case "await-checkpoint":  # of the step before; whoever does not know of it writes all of the next ones
                 self.wait_until(lambda: steps(place)[-1] == step.number - 1)
             case "block":  # a path that cannot be written: root may write to any directory
