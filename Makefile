@@ -10,6 +10,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 
 # One thread per worker: several workers share few cores, and the number of threads may change the bits.
 export OMP_NUM_THREADS := 1
+# Container images set it. Without compiled files each process of a job would compile torch anew: seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What another torch could break: the fabrics and the backend, the bits, and what is read of torch itself.
 TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_backend.py \
