@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.comm.allreduce.mover import FABRIC
-from holdfast.comm.base import Message
 from holdfast.comm.connecting import connect_messages
 from holdfast.comm.seated import SeatedCommunicator
 from holdfast.comm.subgroup import Subgroup
@@ -35,6 +34,7 @@ from holdfast.distributed.meeting import Meeting
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.distributed.seating import SeatRow
+from holdfast.distributed.tasks import Collective, P2PTransfer
 from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
@@ -52,39 +52,6 @@ _START_WITHIN_S = Phase.TORCH_GROUP.value.fixed_s
 _LATE = "the communication thread did not answer"
 _SIGNATURE_BYTES = 256
 _WATCH_EVERY_S = 0.5
-
-
-@dataclass(slots=True)
-class Collective:
-    """A collective of all members of a group.
-
-    Args:
-        exchange: Everything that communicates, including a last barrier.
-        finish: Copies the result to its destination; local.
-        recovers: It is retried over the survivors after a failure.
-        signature: Description that must be the same on all ranks.
-    """
-
-    group: GroupMembers
-    what: str
-    exchange: Callable[[], None]
-    finish: Callable[[], None]
-    recovers: bool
-    work: PendingWork
-    signature: str = ""
-    begun_s: float = 0.0
-
-
-@dataclass(slots=True)
-class P2PTransfer:
-    """A message between two ranks: started immediately, polled until it completes."""
-
-    group: GroupMembers
-    what: str
-    begin: Callable[[], Message]
-    finish: Callable[[], None]
-    work: PendingWork
-    message: Message | None = None
 
 
 @dataclass(slots=True)

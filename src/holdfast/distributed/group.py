@@ -14,7 +14,7 @@ import xxhash
 from torch.distributed import ProcessGroup, Work
 
 from holdfast import notice
-from holdfast.distributed.comm_thread import P2PTransfer, get_engine
+from holdfast.distributed.comm_thread import get_engine
 from holdfast.distributed.debug_mode import debug_wanted
 from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.members import WORLD
@@ -24,6 +24,7 @@ from holdfast.distributed.reductions import ReduceCollectives
 from holdfast.distributed.solo import BEFORE_REGISTER, SoloCollectives
 from holdfast.distributed.staged import StagedCollectives
 from holdfast.distributed.staging import current_staging
+from holdfast.distributed.tasks import P2PTransfer
 from holdfast.distributed.tensors import bytes_of, one, overwrite
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError

@@ -14,9 +14,10 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from holdfast.distributed.call_site import CallSite
-from holdfast.distributed.comm_thread import Collective, CommThread
+from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.staging import current_staging
+from holdfast.distributed.tasks import Collective
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost, ScriptError
