@@ -170,7 +170,7 @@ class Phase(Enum):
         at_end="the job is started again",
     )
     SCRIPT = PhaseRule(
-        name="evaluation, and other code of the script between two loops",
+        name="evaluation, and other code of the script between two loops, or two collectives of `torch.distributed`",
         owner=_LAUNCHER,
         option="--hang-timeout",
         times=_SCRIPT_TIMES,

@@ -111,6 +111,55 @@ def test_ranks_of_an_unmodified_ddp_script_that_stop_or_keep_pythons_lock_are_do
     assert {f["rank"]: f["kind"] for f in report["failures"]} == {1: "hang", 2: "gil"}
 
 
+def test_a_rank_that_never_comes_to_a_sum_of_an_unmodified_ddp_script_is_done_without(tmp_path):
+    report = run_report(
+        tmp_path,
+        *("-n", 2, "--fabric", "gloo", "--hang-timeout", 2, "--max-restarts", 0),
+        *inject("deadlock:rank=1,step=3,phase=backward"),
+        EXAMPLES / "06_unmodified_ddp.py",
+    )
+
+    (fenced,) = of_kind(report, "WorkerFenced")
+    assert fenced["rank"] == 1
+    assert "no progress" in fenced["reason"]
+    assert exit_codes(report) == {0: 0, 1: -9}
+
+
+SLEEPS = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("holdfast")
+for step in range(6):
+    if step == 3 and dist.get_rank() == 1:
+        time.sleep({seconds})
+    value = torch.ones(1)
+    try:
+        dist.all_reduce(value)
+    except RuntimeError as error:
+        print("failed", error)
+print("done", value.item())
+"""
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(1000, {0: 0, 1: -9, 2: 0}), (5, {0: 0, 1: 0, 2: 0})])
+def test_a_rank_that_sleeps_between_two_collectives_may_do_so_60_times_as_long(tmp_path, seconds, ends):
+    script = tmp_path / "sleeps.py"
+    script.write_text(SLEEPS.format(seconds=seconds))
+
+    report = run_report(
+        tmp_path,
+        *("-n", 3, "--fabric", "gloo", "--hang-timeout", 0.4, "--stall-timeout", 2, "--max-restarts", 0),
+        script,
+    )
+
+    assert exit_codes(report) == ends
+    said = [event["reason"] for event in of_kind(report, "WorkerFenced")]
+    assert len(said) == list(ends.values()).count(-9)
+    assert all("in the script, outside training, while other workers wait for it" in reason for reason in said)
+
+
 def test_without_a_timeout_nobody_is_ended_and_the_job_is_started_again(tmp_path):
     report = run_report(
         tmp_path,

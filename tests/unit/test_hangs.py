@@ -190,6 +190,20 @@ def test_nobody_is_given_up_where_nobody_waits():
     assert job.given_up == {}
 
 
+def test_a_rank_of_torch_distributed_moves_with_each_collective():
+    job = Job()
+    for _ in range(100):
+        job.put(0, "script", waits=True, in_collective=True)
+        job.put(1, "script", waits=True, in_collective=True)
+        job.put(2, "script")
+        job.pass_time(50 * TIMEOUT_S)
+    assert job.given_up == {}
+
+    job.pass_time(11 * TIMEOUT_S)
+
+    assert job.given_up.keys() == {2}
+
+
 def test_nobody_is_given_up_where_all_wait():
     job = Job().train()
     for rank in range(3):

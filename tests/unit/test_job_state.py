@@ -56,8 +56,8 @@ def recovered(rank, lost):
     )
 
 
-def at(phase="forward", step=4, slice_=2, beats=1, waits=False):
-    return BeaconPosition(beats=beats, step=step, slice=slice_, phase=phase, pid=1, samples=(7, 8), waits=waits)
+def at(phase="forward", step=4, slice_=2, beats=1, **more):
+    return BeaconPosition(beats=beats, step=step, slice=slice_, phase=phase, pid=1, samples=(7, 8), **more)
 
 
 @pytest.fixture
@@ -333,6 +333,13 @@ def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
 
     assert judge.verdict(69.0, running=True) is None
     assert isinstance(judge.verdict(70.0, running=True), JobLost)
+
+
+def test_workers_in_a_collective_of_their_script_may_move_any_number_of_bytes(judge):
+    for now_s in (10.0, 1000.0):
+        judge.observe({rank: at("script", waits=True, in_collective=True) for rank in range(3)}, now_s)
+
+    assert judge.verdict(1000.0, running=True) is None
 
 
 def test_a_node_without_workers_does_not_stand_still(judge):

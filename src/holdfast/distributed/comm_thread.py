@@ -178,6 +178,7 @@ class CommThread:
                 self._transfers.remove(transfer)
                 if transfer.message is not None:
                     self.world.base.abandon(transfer.message)
+            self._publish_waits()
 
         self.call(drop)
 
@@ -245,10 +246,14 @@ class CommThread:
             self.recover()
             self.meeting.end_if_outside()
 
+    def _publish_waits(self) -> None:
+        self.recorder.publish_waits(self._current is not None or bool(self._transfers))
+
     # -- collectives
 
     def _carry_out(self, job: Collective) -> None:
         job.begun_s, self._current = time.monotonic(), job
+        self._publish_waits()
         error = self._exchange(job)
         self._end(job, _error_of(job.finish) if error is None else error)
 
@@ -289,6 +294,7 @@ class CommThread:
 
     def _end(self, job: Collective, error: Exception | None) -> None:
         self._current = None
+        self._publish_waits()
         job.group.failed.discard(job.group.completed)
         job.group.completed += 1
         if error is None:
@@ -328,6 +334,7 @@ class CommThread:
             transfer.work.fail(error)
         else:
             self._transfers.append(transfer)
+            self._publish_waits()
             self._test(transfer)
 
     def _test(self, transfer: P2PTransfer) -> None:
@@ -342,6 +349,7 @@ class CommThread:
         if source is None:
             return
         self._transfers.remove(transfer)
+        self._publish_waits()
         if (error := _error_of(transfer.finish)) is not None:
             transfer.work.fail(error)
         else:
@@ -371,6 +379,8 @@ class CommThread:
         gone, joined = (tuple(sorted({*a} - {*b})) for a, b in ((known, now), (() if joins else now, known)))
         seating = self.joining.seating
         self.recorder.recovered(gone, self.world, joined, seating.seated, is_news=self.joining.has_news or seating.ends)
+        if not joins:
+            self._publish_waits()
         return completed
 
     def _share(self) -> tuple[list[tuple[int, int, int]], dict[int, SeatRow]]:

@@ -58,7 +58,6 @@ class GroupRecorder:
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
             self._log.subscribe(FileRecorder(records_path(Path(settings.run_dir), str(self._rank))))
-            # This backend does not report waits, so the health monitor only notices a missing heartbeat.
             self._beacon = connected_beacon(Path(settings.run_dir), self._rank)
         self._alive = tuple(range(len(holders)))
         self._task = -1
@@ -72,6 +71,11 @@ class GroupRecorder:
     def is_watched(self) -> bool:
         """Whether a launcher watches how this process ends."""
         return bool(self.settings.run_dir)
+
+    def publish_waits(self, waits: bool) -> None:
+        """Publish whether this rank is in a collective, or waits for a message; unless a session says what it does."""
+        if not has_session():
+            self._beacon.mark_collective(waits=waits)
 
     # -- steps
 

@@ -193,7 +193,7 @@ class HangDetector:
         if position.phase in _IN_STEP:
             why += f"; the longest so far took {self._longest_segment_s:.1f} s"
         if position.phase in (*_IN_STEP, *_OUTSIDE, *_EXITING):  # where the script's own code may run
-            why += ". If this is expected, use: with session.busy()"
+            why += ". If this is expected, use: with session.busy(), or raise --hang-timeout"
         return StuckWorker(rank, stretch_s, why)
 
 

@@ -324,6 +324,7 @@ class JobState:
         for rank, position in positions.items():
             self._start.phases[rank] = position.phase
             waits = position.waits or position.phase in _WAITING  # pipeline stages wait in forward and backward, too
+            waits = waits and not position.in_collective  # which may move any number of bytes
             beats = position.beats if waits else -position.beats
             known = self._start.quiet.get(rank)
             if known is None or known[0] != beats:

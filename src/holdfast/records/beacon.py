@@ -38,8 +38,14 @@ PHASES = (
     "exit",
 )
 """Phases of a worker. ``launch``: it imports and runs the script, before the rendezvous. ``connect``: it waits in the
-rendezvous. ``start``: it is connected. ``script``: outside the training loop, between two loops or after the last.
+rendezvous. ``start``: it is connected. ``script``: outside the training loop, between two loops or after the last; and of a
+script that calls ``torch.distributed`` itself all but its collectives.
 ``exit``: the script has ended, and its exit handlers run."""
+
+
+_SCRIPT = PHASES.index("script")
+_NUMBER = struct.Struct("<q")
+_IN_COLLECTIVE = 2
 
 
 UNCONNECTED = ("launch", "connect")
@@ -61,6 +67,7 @@ class BeaconPosition:
         applied: Steps that this worker has applied, or begun to apply.
         busy: The script announced an operation that may take long.
         waits: The worker waits for other workers.
+        in_collective: It does so in a collective that its script called, which has a timeout of its own.
         compute_s: Seconds that this worker takes to compute a slice, the median over its last steps; 0 before any.
         in_vain: Consecutive recoveries after which the members were unchanged, without a step applied since.
         doing: What its main thread does before its first step, such as ``importing torch``; "" if that is not known.
@@ -76,6 +83,7 @@ class BeaconPosition:
     applied: int = 0
     busy: bool = False
     waits: bool = False
+    in_collective: bool = False
     compute_s: float = 0.0
     in_vain: int = 0
     doing: str = ""
@@ -94,7 +102,7 @@ class Beacon:
     _TAIL = struct.Struct("<3qdq40s")
     _DOING_AT, _DOING_BYTES = 40, 40
     _TAIL_AT = _HEAD.size + 8 * MAX_SAMPLES
-    _PID_AT = 32
+    _PHASE_AT, _PID_AT = 24, 32
     _LOCK_AT = _TAIL_AT + _TAIL.size
     _SIZE = _LOCK_AT + LOCK_BYTES
 
@@ -176,6 +184,16 @@ class Beacon:
         """Publish whether this worker waits for other workers."""
         struct.pack_into("<q", self._map, self._TAIL_AT + 16, waits)
 
+    def mark_collective(self, *, waits: bool) -> None:
+        """Publish that a collective of ``torch.distributed`` has begun, so that this worker waits for others, or has ended.
+
+        The script's own code runs after its end: it may compute the next step, evaluate or save.
+        """
+        self._beats += 1
+        _NUMBER.pack_into(self._map, 0, self._beats)
+        _NUMBER.pack_into(self._map, self._PHASE_AT, _SCRIPT)
+        _NUMBER.pack_into(self._map, self._TAIL_AT + 16, _IN_COLLECTIVE if waits else 0)
+
     def publish_recovered(self, *, in_vain: bool) -> None:
         """Publish that a recovery ended, and whether the members are the same as before."""
         self._in_vain = self._in_vain + 1 if in_vain else 0
@@ -211,6 +229,7 @@ class Beacon:
             applied=applied,
             busy=bool(busy),
             waits=bool(waits),
+            in_collective=waits == _IN_COLLECTIVE,
             compute_s=compute_s,
             in_vain=in_vain,
             doing=doing.rstrip(b"\0").decode("ascii", "replace"),
@@ -305,4 +324,7 @@ class NoBeacon:
         """Do nothing."""
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
+        """Do nothing."""
+
+    def mark_collective(self, *, waits: bool) -> None:
         """Do nothing."""
