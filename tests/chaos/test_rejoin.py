@@ -200,6 +200,18 @@ def test_a_job_grows_and_shrinks_on_request_and_one_that_is_told_to_leave_is_not
     check_same(report, finished=[0])
 
 
+def test_a_job_that_begins_with_one_worker_shares_its_memory_once_it_has_two(tmp_path):
+    given = words("--fabric", "gloo", workers=1, deeds=("await:4:all",))
+    with Live(tmp_path, *given) as job:
+        job.wait_for("step 3", has_committed(3))
+        job.tell("scale", 2)
+        report = job.end()
+
+    assert {event["workers"] for event in records(report, "StepCommitted")} == {1, 2}
+    assert "uses messages" not in report["_said"]
+    check_same(report, finished=[0, 1])
+
+
 def changed_by_hand(run_dir, at, **changes):
     """The hash of a run in one process, changed at the same step, that nothing else happened to."""
     run_dir.mkdir()

@@ -156,6 +156,7 @@ class TrainingLoop:
                 device=device_of(trainable.device),
                 shared_bytes=job.settings.shared_bytes,
                 between_hosts=job.settings.between_hosts,
+                may_grow=job.comm.state_requests is not None,
             )
         return job.loops.sum
 

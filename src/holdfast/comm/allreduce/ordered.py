@@ -45,6 +45,7 @@ class OrderedAllReduce:
         device: Device of the terms.
         shared_bytes: Upper bound of the memory that this worker shares with its host; 0: none, -1: what is free.
         make_mover: Makes what moves bytes between hosts in :class:`HierarchicalReduce`.
+        may_grow: A worker that is alone may get others later, which will map its terms.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class OrderedAllReduce:
         device: torch.device | str = "cpu",
         shared_bytes: int = -1,
         make_mover: MakeMover = fabric_mover,
+        may_grow: bool = False,
     ) -> None:
         self._comm = comm
         self._make_mover = make_mover
@@ -65,7 +67,7 @@ class OrderedAllReduce:
         self._size_bytes = max(ALIGN, size_bytes)
         self._device = torch.device(device)
         self._shared_bytes = shared_bytes
-        shares = self._device.type == "cpu" and shared_bytes and len(comm.processes) > 1
+        shares = self._device.type == "cpu" and shared_bytes and (len(comm.processes) > 1 or may_grow)
         self._segments: list[SharedSegment] | None = [] if shares else None
         self._room: list[torch.Tensor] = []
         self._opened = OpenSegments()

@@ -13,6 +13,7 @@ Each :class:`~holdfast.comm.device.Wait` below prevents the accident that it nam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -42,8 +43,9 @@ class StagedAllReduce(OrderedAllReduce):
         *,
         shared_bytes: int = -1,
         make_mover: MakeMover = fabric_mover,
+        may_grow: bool = False,
     ) -> None:
-        super().__init__(comm, order, size_bytes, shared_bytes=shared_bytes, make_mover=make_mover)
+        super().__init__(comm, order, size_bytes, shared_bytes=shared_bytes, make_mover=make_mover, may_grow=may_grow)
         self._on = device
         self._terms: list[torch.Tensor] = []
         self._results: torch.Tensor | None = None
@@ -184,6 +186,7 @@ def make_allreduce(
     device: Device,
     shared_bytes: int = -1,
     between_hosts: str = FABRIC,
+    may_grow: bool = False,
 ) -> OrderedAllReduce:
     """Return the all-reduce for terms in the memory of ``device``; for the arguments see :class:`OrderedAllReduce`.
 
@@ -194,10 +197,12 @@ def make_allreduce(
     if device.adds and isinstance(comm, VirtualCommunicator) and not device.is_host:
         return DeviceAllReduce(comm, order, size_bytes, device)
     if device.is_host:
-        return OrderedAllReduce(
-            comm, order, size_bytes, device=device.device, shared_bytes=shared_bytes, make_mover=make_mover
+        made: Callable[..., OrderedAllReduce] = functools.partial(
+            OrderedAllReduce, comm, order, size_bytes, device=device.device
         )
-    return StagedAllReduce(comm, order, size_bytes, device, shared_bytes=shared_bytes, make_mover=make_mover)
+    else:
+        made = functools.partial(StagedAllReduce, comm, order, size_bytes, device)
+    return made(shared_bytes=shared_bytes, make_mover=make_mover, may_grow=may_grow)
 
 
 def choose_mover(between_hosts: str, device: torch.device) -> MakeMover:
