@@ -192,7 +192,7 @@ def test_nobody_is_given_up_where_nobody_waits():
 
 def test_a_rank_of_torch_distributed_moves_with_each_collective():
     job = Job()
-    for _ in range(100):
+    for _ in range(10):
         job.put(0, "script", waits=True, in_collective=True)
         job.put(1, "script", waits=True, in_collective=True)
         job.put(2, "script")

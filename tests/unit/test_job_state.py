@@ -95,10 +95,15 @@ def test_a_bug_of_the_script_is_final(judge):
     assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T", is_final=True)
 
 
-@pytest.mark.parametrize("loss", [ended(2, -9, t_s=4.0), replace(recovered(0, lost=(2,)), t_s=4.0)])
-def test_an_exception_after_a_loss_may_be_due_to_it(judge, loss):
-    judge.apply(loss)
-    judge.apply(failed(1, is_bug=True))
+RECOVERED_BEFORE = replace(recovered(0, lost=(2,)), t_s=4.0)
+
+
+@pytest.mark.parametrize(
+    "known", [[ended(2, -9, t_s=4.0)], [RECOVERED_BEFORE], [RECOVERED_BEFORE, ended(2, -9, t_s=6.0)]]
+)
+def test_an_exception_after_a_loss_may_be_due_to_it(judge, known):
+    for record in (*known, failed(1, is_bug=True)):
+        judge.apply(record)
 
     assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
 

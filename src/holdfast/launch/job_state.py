@@ -360,9 +360,9 @@ class JobState:
 
     def _had_lost(self, failed: ScriptFailed) -> bool:
         """Return whether a worker was lost before the script raised, which may be the reason."""
-        deaths = {rank: end.t_s for rank, end in self._start.ended.items() if end.exit_code < 0}
-        lost_s = [t_s for rank, t_s in (self._start.lost_s | deaths).items() if rank != failed.rank]
-        return any(t_s < failed.t_s for t_s in lost_s)
+        deaths = [(rank, end.t_s) for rank, end in self._start.ended.items() if end.exit_code < 0]
+        known = [*self._start.lost_s.items(), *deaths]  # a watcher may tell of a death after others recovered from it
+        return any(t_s < failed.t_s for rank, t_s in known if rank != failed.rank)
 
     def _left_early(self, rank: int, end: WorkerEnded) -> JobBroken:
         if rank in self._start.begun:
