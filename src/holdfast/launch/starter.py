@@ -84,7 +84,7 @@ def _send_request(connection: socket.socket) -> None:
 
 def _wait_for_end(connection: socket.socket, handles: list[int]) -> bytes:
     """Return what the watcher says at its end. Without a launcher, nobody else resumes one that a signal has stopped."""
-    if handles:
+    if len(handles) == 2:  # fewer arrive if this process may not open more files
         watcher, launcher = handles
         select.select([connection.fileno(), launcher], [], [])
         while not select.select([connection], [], [], _WAKE_S)[0]:
