@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def _of_resume(outcome: Outcome) -> Verdict | None:
     """Whether all that was saved is intact, and a resumed run began where the newest intact checkpoint is."""
     if outcome.resumed is None:
         return None
-    saved = max((event["step"] for event in outcome.first.of_kind("CheckpointSaved")), default=-1)
+    saved = _newest_saved(outcome.first.events)
     intact = -1 if outcome.intact is None else outcome.intact
     if intact < saved and not _is_harmed(outcome):
         return Verdict("lost checkpoint", f"step {saved} was saved, and the newest intact is {outcome.intact}")
@@ -205,16 +206,27 @@ def _of_second_launcher(ended: Ended, job: Job, acted: tuple[Attack, ...]) -> Ve
     return None
 
 
+def _newest_saved(events: Sequence[Mapping[str, Any]]) -> int:
+    """The newest step that was saved; a guard that heals removes what was saved after the state to which all roll back."""
+    saved: list[int] = []
+    for event in sorted(events, key=lambda event: float(event.get("t_s", 0))):
+        if event["event"] == "CheckpointSaved":
+            saved.append(event["step"])
+        elif event["event"] == "Recovered" and event["decision"] == "heal":
+            saved = [step for step in saved if step <= event["step"]]
+    return max(saved, default=-1)
+
+
 def _of_restarts(outcome: Outcome, ended: Ended) -> Verdict | None:
     """Whether each restart within a run began where the newest checkpoint was that the run had saved before."""
     if outcome.plan.job.script == "ddp" or _is_harmed(outcome):
         return None
-    saved, wanted = 0, 0
+    so_far: list[dict[str, Any]] = []
+    wanted = 0
     for event in sorted(ended.events, key=lambda event: float(event.get("t_s", 0))):
-        if event["event"] == "CheckpointSaved":
-            saved = max(saved, event["step"])
-        elif event["event"] == "JobRestarted":
-            wanted = saved
+        so_far.append(event)
+        if event["event"] == "JobRestarted":
+            wanted = _newest_saved(so_far)
         elif event["event"] == "RunStarted" and event["step"] < wanted:
             return Verdict("lost checkpoint", f"step {wanted} was saved, and a restart began at step {event['step']}")
     return None

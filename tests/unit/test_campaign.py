@@ -327,6 +327,10 @@ def test_a_checkpoint_that_is_lost_is_found(cache):
     assert verdict(cache, run(begun, saved, restarted, begun), None, [KILL, DAMAGE]) == "right"
     stopped = run(begun, saved, code=1)
     assert verdict(cache, stopped, ended(), [TERM]) == "lost checkpoint"
+    back = {"event": "Recovered", "t_s": 9, "decision": "heal"}
+    to_3, to_5 = (ended(1, "error: lost", events=[*stopped.events, back | {"step": step}]) for step in (3, 5))
+    assert verdict(cache, to_3, ended(), [TERM]) == "right", "the guard removes what was saved after step 3"
+    assert verdict(cache, to_5, ended(), [TERM]) == "lost checkpoint"
     assert verdict(cache, stopped, run(("RunStarted", 4)), [TERM], intact=4) == "right"
     assert verdict(cache, stopped, ended(), [TERM, DAMAGE]) == "right"
 
