@@ -88,7 +88,7 @@ def test_without_the_notice_they_wait_for_mpirun_and_recover_then(tmp_path):
     "spec",
     [
         "kill:rank=1,step=4,phase=allreduce,bucket=0",
-        pytest.param("kill:rank=0,step=4,phase=allreduce,bucket=2", marks=pytest.mark.soak),
+        pytest.param("kill:rank=0,step=4,phase=allreduce,bucket=1", marks=pytest.mark.soak),
         pytest.param("kill:rank=3,step=4,phase=backward", marks=pytest.mark.soak),
         pytest.param("kill:rank=2,step=4,phase=optimizer", marks=pytest.mark.soak),
     ],
