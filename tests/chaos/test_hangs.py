@@ -261,3 +261,45 @@ def test_a_slow_worker_is_replaced_by_a_spare(tmp_path):
     assert "[2] slices 0 4" in report["_stdout"], "the spare has taken its place"
     assert report["failures"] == []
     assert report["replicas"]["state_sha256"] == paced_hash(8)
+
+
+EARLY_MESSAGES = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("holdfast")
+value = torch.ones(300_000)
+dist.all_reduce(value)
+me = dist.get_rank()
+begun = [dist.irecv(torch.ones(1), 1 - me, tag=1), {early}]
+if me in {sleep}:
+    time.sleep({seconds})
+for work in {last}:
+    work.wait()
+print("done")
+"""
+SENDS_EARLY = "dist.isend(value, 1) if me == 0 else None"
+
+
+@pytest.mark.parametrize(
+    ("script", "ends"),
+    [
+        ({"sleep": (0, 1), "seconds": 30, "last": "[begun[1] or dist.irecv(value, 0)]"}, {0: 0, 1: 0}),
+        ({"sleep": (1,), "seconds": 1000, "last": "begun[:1]"}, {0: 1, 1: -9}),
+    ],
+    ids=["all compute", "one hangs"],
+)
+def test_a_message_that_was_begun_early_is_waited_for_once_the_script_waits(tmp_path, script, ends):
+    path = tmp_path / "early_messages.py"
+    path.write_text(EARLY_MESSAGES.format(early=SENDS_EARLY, **script))
+
+    report = run_report(
+        tmp_path,
+        *("-n", 2, "--fabric", "gloo", "--hang-timeout", 0.4, "--max-restarts", 0),
+        path,
+        exit_code=ends[0],
+    )
+
+    assert exit_codes(report) == ends
+    assert [event["rank"] for event in of_kind(report, "WorkerFenced")] == [r for r, end in ends.items() if end == -9]

@@ -29,9 +29,21 @@ def test_one_death_after_the_other_is_answered_ever_later():
     assert times(births, 20) == [(0.0, 4), (1.0, 5), (2.0, 6), (4.0, 7), (8.0, 8)]
 
 
+def test_of_many_workers_that_are_missing_a_few_are_started_at_a_time_and_a_later_request_counts():
+    births = WorkerPopulation(0, 2)
+    births.scale([0, 1], 1000, 0.0)
+
+    started = births.due(0.0)
+
+    assert started == list(range(2, 10))
+    assert births.scale([0, 1, *started], 11, 0.1) == []
+    assert births.due(0.1) == [10]
+    assert births.due(0.2) == []
+
+
 def test_nobody_waits_for_more_than_a_minute():
     births = WorkerPopulation(100, 0)
-    for rank in range(50):
+    for rank in range(12):
         births.died(rank, 0.0)
 
     assert max(at_s for at_s, _ in times(births, 120)) == 60.0

@@ -78,6 +78,7 @@ class CommThread:
         self._groups: dict[int, GroupMembers] = {}
         self._left = False
         self._current: Collective | None = None
+        self._said_waits = False
         self._history: list[tuple[frozenset[int], dict[int, int]]] = []
         self.recorder: GroupRecorder
         self.world: SeatedCommunicator
@@ -240,6 +241,8 @@ class CommThread:
             return
         for transfer in self._transfers[:]:
             self._test(transfer)
+        if self._waits != self._said_waits:  # the script has begun to wait for a message
+            self._publish_waits()
         if self._transfers:
             time.sleep(_POLL_S)
         elif self.world.base.is_revoked():
@@ -247,7 +250,13 @@ class CommThread:
             self.meeting.end_if_outside()
 
     def _publish_waits(self) -> None:
-        self.recorder.publish_waits(self._current is not None or bool(self._transfers))
+        self._said_waits = self._waits
+        self.recorder.publish_waits(self._said_waits)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether this rank waits for others. A message that was begun early delays nobody until it is waited for."""
+        return self._current is not None or any(transfer.work.is_awaited for transfer in self._transfers)
 
     # -- collectives
 

@@ -73,7 +73,7 @@ class GroupRecorder:
         return bool(self.settings.run_dir)
 
     def publish_waits(self, waits: bool) -> None:
-        """Publish whether this rank is in a collective, or waits for a message; unless a session says what it does."""
+        """Publish whether this rank is in a collective, or in the wait for a message; unless a session says what it does."""
         if not has_session():
             self._beacon.mark_collective(waits=waits)
 

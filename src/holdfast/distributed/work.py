@@ -56,9 +56,15 @@ class PendingWork(Work):
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
         self._source = -1
+        self._waiting = 0
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     # -- for the communication thread
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread is in :meth:`wait`."""
+        return self._waiting > 0
 
     def answer_in(self, answers: queue.SimpleQueue[Callable[[], None]]) -> None:
         """Let the thread that serves ``answers`` complete the future, instead of the one that completes the work."""
@@ -98,7 +104,7 @@ class PendingWork(Work):
             RuntimeError: if it takes longer than ``timeout`` (default: that of the group).
         """
         limit_s = timeout.total_seconds() if timeout else self.timeout_s
-        if not self._done.wait(limit_s):
+        if not self._ends_within(limit_s):
             self._give_up(self)
             raise RuntimeError(
                 f"{self._what}: Timed out after {limit_s:g} s: not every rank of its group has called it, or not in the"
@@ -110,6 +116,15 @@ class PendingWork(Work):
             self._deliver()
         self._arrive()
         return True
+
+    def _ends_within(self, limit_s: float) -> bool:
+        with self._lock:
+            self._waiting += 1
+        try:
+            return self._done.wait(limit_s)
+        finally:
+            with self._lock:
+                self._waiting -= 1
 
     def _arrive(self) -> None:
         if self._staging is not None and self._error is None:

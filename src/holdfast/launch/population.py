@@ -10,6 +10,8 @@ _CALM_S = 60.0
 """After this time without a death, the next death counts as the first."""
 _FIRST_S = 1.0
 _LONGEST_S = 60.0
+_AT_ONCE = 8
+"""Most workers that are started before the launcher does anything else: it has to see signals and requests, too."""
 
 
 @dataclass(slots=True)
@@ -54,10 +56,10 @@ class WorkerPopulation:
         return leaving
 
     def due(self, now_s: float) -> list[int]:
-        """Return the ranks to start now; each is returned once."""
-        ready = [rank for at_s, rank in self._planned if at_s <= now_s]
-        self._planned = [(at_s, rank) for at_s, rank in self._planned if at_s > now_s]
-        return ready
+        """Return the ranks to start now, a few of them if there are many; each is returned once."""
+        ready = [each for each in self._planned if each[0] <= now_s][:_AT_ONCE]
+        self._planned = [each for each in self._planned if each not in ready]
+        return [rank for _, rank in ready]
 
     def begin_again(self, next_rank: int) -> None:
         """Reset for a restart of the job: no worker is missing."""
