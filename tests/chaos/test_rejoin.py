@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from train_saving import EPOCHS, LOOP_ENDS, Training, undisturbed
 
 from holdfast.checkpoint import steps
 from holdfast.launch.control import append
+from holdfast.launch.processes import children_of
 from holdfast.records.paths import requests_path
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
@@ -210,6 +213,31 @@ def test_a_job_that_begins_with_one_worker_shares_its_memory_once_it_has_two(tmp
     assert {event["workers"] for event in records(report, "StepCommitted")} == {1, 2}
     assert "uses messages" not in report["_said"]
     check_same(report, finished=[0, 1])
+
+
+def test_newcomers_that_are_to_leave_before_they_have_started_are_told_once_they_have(tmp_path):
+    given = words("--fabric", "gloo", workers=2)
+    with Live(tmp_path, *given, "--step-s", 0.4) as job:
+        job.wait_for("step 2", has_committed(2))
+        (server,) = [pid for pid in children_of(job.process.pid) if b"fork_server" in cmdline(pid)]
+        os.kill(server, signal.SIGSTOP)  # newcomers wait for it
+        job.tell("scale", 4)
+        ends_s = time.monotonic() + LIMIT_S
+        while sum(b"launch.starter" in cmdline(pid) for pid in children_of(job.process.pid)) < 4:
+            assert time.monotonic() < ends_s
+            time.sleep(0.02)
+        job.tell("scale", 2)
+        time.sleep(1.0)  # in which the launcher looks at its requests
+        os.kill(server, signal.SIGCONT)
+        report = job.end()
+
+    assert {event["workers"] for event in records(report, "StepCommitted")} == {2}
+    assert {rank for rank, code in exit_codes(report).items() if code} == {2, 3}
+    check_same(report, finished=[0, 1])
+
+
+def cmdline(pid):
+    return Path("/proc", str(pid), "cmdline").read_bytes()
 
 
 def changed_by_hand(run_dir, at, **changes):

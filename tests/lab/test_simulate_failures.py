@@ -334,6 +334,11 @@ def test_interruptions_are_counted_by_cause(tmp_path):
         ),
         ("sizes", "2021-12-11, 11:00:00, 1\n2021-12-11, 12:00:00, -1\n", "line 2: -1 machines"),
         (
+            "sizes",
+            "2021-12-11, 11:00:00, 2\n2021-12-11, 12:00:00+01:00, 2\n",
+            "line 2: 2021-12-11 12:00:00+01:00 has a time zone",
+        ),
+        (
             "lanl",
             "System,nodes,nodenumz,Prob Started,Prob Fixed\n20,4,1,1/2/2003 10:00,1/1/2003 10:00\n",
             "contains no outage",

@@ -620,6 +620,12 @@ def test_a_wrong_jester_file_is_refused(tmp_path):
     write(tmp_path / "cut" / "jester_dataset_1_1.zip", "PK and no more")
     with pytest.raises(holdfast.ConfigError, match=r"cannot read .*1_1\.zip as a zip file"):
         load_dataset("jester", tmp_path / "cut")
+    (tmp_path / "name").mkdir()
+    zipped(tmp_path / "name" / "jester_dataset_1_1.zip", "x/\xfc.csv", b"")
+    damaged = tmp_path / "name" / "jester_dataset_1_1.zip"
+    damaged.write_bytes(damaged.read_bytes().replace("\xfc".encode(), b"\xeb{"))
+    with pytest.raises(holdfast.ConfigError, match=r"cannot read .*1_1\.zip as a zip file.*codec can't decode"):
+        load_dataset("jester", tmp_path / "name")
 
 
 def test_made_up_ratings_are_of_low_rank_but_for_their_noise():

@@ -20,7 +20,7 @@ from holdfast.data.plan import PlanCursor
 from holdfast.data.stream import CHUNK, Stream, StreamMark
 from holdfast.data.stream_state import decode_state, encode_state
 from holdfast.doctor.script import ScriptInspected, ScriptInspector
-from holdfast.errors import ConfigError, InternalError
+from holdfast.errors import CheckpointError, ConfigError, InternalError
 from holdfast.faults.plan import FaultPlan, parse
 
 BATCH = 8
@@ -522,6 +522,13 @@ def test_tensors_and_arrays_survive_as_text():
     assert again["s"] == 7
     assert again["s"].dtype == np.int16
     assert encode_state({"x": object()}) is None
+
+
+def test_a_state_with_a_kind_of_array_that_numpy_cannot_parse_is_refused():
+    text = encode_state({"a": np.arange(3)}).replace("<i8", "<,i8")
+
+    with pytest.raises(CheckpointError, match="the checkpoint holds no state of a stream"):
+        decode_state(text)
 
 
 def test_ranges_are_sets_of_numbers():

@@ -12,6 +12,17 @@ from holdfast.errors import CheckpointError
 
 _PLAIN = (bool, int, float, str)
 
+_WRONG = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    StopIteration,
+    SyntaxError,  # of NumPy, for a dtype
+)
+
 
 def encode_state(state: Any) -> str | None:
     """Return ``state`` as JSON; None if it contains anything but plain data, tensors, arrays and bytes."""
@@ -29,7 +40,7 @@ def decode_state(text: str) -> Any:
     """
     try:
         return _read(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, StopIteration) as error:
+    except _WRONG as error:
         raise CheckpointError(f"the checkpoint holds no state of a stream: {error!r:.200}") from error
 
 

@@ -26,12 +26,15 @@ class ElasticWorkers:
         self._run = run
         self._bus = bus
         self._requested = ControlRequest(run.paths.run_dir, run.view.print_line)
+        self._leaving: set[int] = set()
+        """Workers that are to leave, and could not be told yet: they have only begun to start."""
         self._running = announce(run.paths.run_dir, run.job, time.monotonic() - run.clock.now_s(), run.paths.log_dir)
 
     def begin(self, start: JobStart) -> None:
         """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""
         run = self._run
         run.population.begin_again(max(run.state.highest, *start.ranks) + 1)
+        self._leaving.clear()
         if run.nodes is not None and run.nodes.is_late:
             run.nodes.is_late = False
             run.population.ask(run.job.settings.workers + run.job.settings.spares, run.clock.now_s())
@@ -56,6 +59,7 @@ class ElasticWorkers:
 
     def answer_requests(self, attempt: JobAttempt) -> None:
         """Apply requests that were made on this node or on another."""
+        self._tell_to_leave(attempt)
         nodes, job = self._run.nodes, self._run.job
         if nodes is None or job.nnodes == 1:
             for changes in self._requested.new():
@@ -66,8 +70,8 @@ class ElasticWorkers:
                 nodes.request(changes | {"node": job.node_rank})
             for changes in nodes.requests():
                 self._change(attempt, changes)
-            for rank in nodes.is_leaving():
-                attempt.send(rank, signal.SIGTERM)
+            self._leaving.update(nodes.is_leaving())
+            self._tell_to_leave(attempt)
 
     def _change(self, attempt: JobAttempt, changes: dict[str, Any]) -> None:
         here = self._run.job.node_rank
@@ -90,9 +94,15 @@ class ElasticWorkers:
         wanted += run.job.nnodes * run.job.settings.spares
         for rank in run.population.scale(sorted(there), wanted, run.clock.now_s()):
             if rank in attempt.processes:
-                attempt.send(rank, signal.SIGTERM)
+                self._leaving.add(rank)
             elif run.nodes is not None:
                 run.nodes.ask_to_leave(rank)
+        self._tell_to_leave(attempt)
+
+    def _tell_to_leave(self, attempt: JobAttempt) -> None:
+        """Send SIGTERM to the workers that are to leave; again, at the next check, to those that have not started yet."""
+        there = {*self._run.state.living(), *self._run.state.waiting}
+        self._leaving = {rank for rank in self._leaving & there if not attempt.send(rank, signal.SIGTERM)}
 
 
 def _action(changes: Mapping[str, Any]) -> ActionRequested:

@@ -111,7 +111,14 @@ def open_text(path: Path) -> io.TextIOBase:
         elif path.suffix == ".zip":
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 data = archive.read(archive.namelist()[0])
-    except (OSError, EOFError, IndexError, RuntimeError, *_DAMAGED) as error:  # zipfile also raises bare RuntimeErrors
+    except (
+        OSError,
+        EOFError,
+        IndexError,
+        RuntimeError,
+        UnicodeDecodeError,
+        *_DAMAGED,
+    ) as error:  # zipfile also raises bare RuntimeErrors
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return io.StringIO(data.decode("utf-8", errors="replace"), newline="")
 
@@ -226,7 +233,7 @@ def read_sizes(path: Path) -> TraceFile:
     for number, line in _lines(path):
         try:
             day, time, count = _three(line, "date, time, machines")
-            sizes.append((datetime.fromisoformat(f"{day} {time}"), int(count)))
+            sizes.append((_local_time(f"{day} {time}"), int(count)))
             if sizes[-1][1] < 0:
                 raise ValueError(f"{count} machines")
         except ValueError as error:
@@ -266,7 +273,7 @@ def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack
     begin, end = datetime.max, datetime.min  # over all rooms, which were observed for the same time
     for number, row in _rows(path, ("failure_time", "node_id", "rack_id", "machine_room_id")):
         try:
-            at = datetime.fromisoformat(row["failure_time"])
+            at = _local_time(row["failure_time"])
             begin, end = min(begin, at), max(end, at)
             if room in (0, int(row["machine_room_id"])):
                 found.append((int(row["rack_id"]), int(row["node_id"]), at))
@@ -330,6 +337,13 @@ def read_interruptions(path: Path) -> dict[str, int]:
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     return counts
+
+
+def _local_time(text: str) -> datetime:
+    at = datetime.fromisoformat(text)
+    if at.tzinfo is not None:
+        raise ValueError(f"{text} has a time zone, and times of such a trace have none")
+    return at
 
 
 def _american(text: str) -> datetime:

@@ -150,7 +150,15 @@ def _jester_zip(path: Path) -> list[_Found]:
             if not names:
                 raise ConfigError(_xls(f"{path}: {', '.join(file.namelist()[:3])}"))
             return [_jester_member(file, name, path) for name in names]
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        OSError,
+        RuntimeError,
+        UnicodeDecodeError,
+    ) as error:
         raise ConfigError(
             f"cannot read {path} as a zip file: {error}. Copy or download it again, it is at {_JESTER_AT}"
         ) from error
