@@ -363,6 +363,7 @@ LONG = (
     "model/test_shared_sum_explored.py::test_nothing_goes_wrong_when_inputs_are_kept_until_the_step_is_over[restart]",
     # By processor time: a neighbour, a contract test or the frameworks' own environment shows the same.
     "chaos/test_hangs.py::test_a_rank_that_sleeps_between_two_collectives",
+    "chaos/test_hangs.py::test_a_message_that_was_begun_early_is_waited_for_once_the_script_waits",
     "chaos/test_foreign_launchers.py::test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store[3]",
     "chaos/test_ddp.py::test_a_group_can_be_made_after_the_death_of_rank_0",
     "chaos/test_ddp.py::test_without_recovery_the_same_kill_ends_the_job",

@@ -204,6 +204,17 @@ def test_a_rank_of_torch_distributed_moves_with_each_collective():
     assert job.given_up.keys() == {2}
 
 
+def test_who_waits_in_a_group_with_a_timeout_longer_than_pytorchs_makes_no_other_stuck():
+    job = Job()
+    for rank in (0, 1):
+        job.put(rank, "script", waits=True, in_collective=True, is_patient=True)
+    job.put(2, "script")
+
+    job.pass_time(100 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
 def test_nobody_is_given_up_where_all_wait():
     job = Job().train()
     for rank in range(3):

@@ -251,7 +251,11 @@ class CommThread:
 
     def _publish_waits(self) -> None:
         self._said_waits = self._waits
-        self.recorder.publish_waits(self._said_waits)
+        if self._current is not None:
+            limit_s = self._current.work.timeout_s
+        else:
+            limit_s = max((transfer.work.timeout_s for transfer in self._transfers), default=0.0)
+        self.recorder.publish_waits(self._said_waits, limit_s)
 
     @property
     def _waits(self) -> bool:

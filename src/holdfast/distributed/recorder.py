@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.constants import default_pg_timeout
+
 from holdfast.clock import SystemClock
 from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
@@ -36,6 +38,7 @@ from holdfast.records.types import (
 if TYPE_CHECKING:
     from holdfast.comm.seated import SeatedCommunicator
 
+_USUAL_TIMEOUT_S = default_pg_timeout.total_seconds()
 _PHASES = ("forward", "backward", "allreduce")
 """Phases of planned faults. All are reached at DDP's first gradient bucket, where the backend first sees a step."""
 
@@ -72,10 +75,10 @@ class GroupRecorder:
         """Whether a launcher watches how this process ends."""
         return bool(self.settings.run_dir)
 
-    def publish_waits(self, waits: bool) -> None:
+    def publish_waits(self, waits: bool, timeout_s: float) -> None:
         """Publish whether this rank is in a collective, or in the wait for a message; unless a session says what it does."""
         if not has_session():
-            self._beacon.mark_collective(waits=waits)
+            self._beacon.mark_collective(waits=waits, is_patient=timeout_s > _USUAL_TIMEOUT_S)
 
     # -- steps
 

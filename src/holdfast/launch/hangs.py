@@ -178,7 +178,7 @@ class HangDetector:
         positions: Mapping[int, BeaconPosition], stretches: Mapping[int, float], phases: Collection[str]
     ) -> float:
         """Return the longest time that a worker has waited in some phases."""
-        waits = (stretches[r] for r, p in positions.items() if p.waits and p.phase in phases)
+        waits = (stretches[r] for r, p in positions.items() if p.waits and not p.is_patient and p.phase in phases)
         return max(waits, default=0.0)
 
     def _check_worker(

@@ -45,7 +45,7 @@ script that calls ``torch.distributed`` itself all but its collectives.
 
 _SCRIPT = PHASES.index("script")
 _NUMBER = struct.Struct("<q")
-_IN_COLLECTIVE = 2
+_IN_COLLECTIVE, _IN_LONG_COLLECTIVE = 2, 3
 
 
 UNCONNECTED = ("launch", "connect")
@@ -68,6 +68,7 @@ class BeaconPosition:
         busy: The script announced an operation that may take long.
         waits: The worker waits for other workers.
         in_collective: It does so in a collective that its script called, which has a timeout of its own.
+        is_patient: That timeout is longer than PyTorch's default: the script expects that others take long.
         compute_s: Seconds that this worker takes to compute a slice, the median over its last steps; 0 before any.
         in_vain: Consecutive recoveries after which the members were unchanged, without a step applied since.
         doing: What its main thread does before its first step, such as ``importing torch``; "" if that is not known.
@@ -84,6 +85,7 @@ class BeaconPosition:
     busy: bool = False
     waits: bool = False
     in_collective: bool = False
+    is_patient: bool = False
     compute_s: float = 0.0
     in_vain: int = 0
     doing: str = ""
@@ -184,15 +186,20 @@ class Beacon:
         """Publish whether this worker waits for other workers."""
         struct.pack_into("<q", self._map, self._TAIL_AT + 16, waits)
 
-    def mark_collective(self, *, waits: bool) -> None:
+    def mark_collective(self, *, waits: bool, is_patient: bool = False) -> None:
         """Publish that a collective of ``torch.distributed`` has begun, so that this worker waits for others, or has ended.
 
         The script's own code runs after its end: it may compute the next step, evaluate or save.
+
+        Args:
+            waits: It has begun.
+            is_patient: It may take longer than PyTorch's default.
         """
+        how = 0 if not waits else _IN_LONG_COLLECTIVE if is_patient else _IN_COLLECTIVE
         self._beats += 1
         _NUMBER.pack_into(self._map, 0, self._beats)
         _NUMBER.pack_into(self._map, self._PHASE_AT, _SCRIPT)
-        _NUMBER.pack_into(self._map, self._TAIL_AT + 16, _IN_COLLECTIVE if waits else 0)
+        _NUMBER.pack_into(self._map, self._TAIL_AT + 16, how)
 
     def publish_recovered(self, *, in_vain: bool) -> None:
         """Publish that a recovery ended, and whether the members are the same as before."""
@@ -229,7 +236,8 @@ class Beacon:
             applied=applied,
             busy=bool(busy),
             waits=bool(waits),
-            in_collective=waits == _IN_COLLECTIVE,
+            in_collective=waits >= _IN_COLLECTIVE,
+            is_patient=waits == _IN_LONG_COLLECTIVE,
             compute_s=compute_s,
             in_vain=in_vain,
             doing=doing.rstrip(b"\0").decode("ascii", "replace"),
@@ -326,5 +334,5 @@ class NoBeacon:
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Do nothing."""
 
-    def mark_collective(self, *, waits: bool) -> None:
+    def mark_collective(self, *, waits: bool, is_patient: bool = False) -> None:
         """Do nothing."""
