@@ -90,6 +90,7 @@ def _still_down(spells: Sequence[OutageSpan], down: Mapping[int, float], span_s:
     return [OutageSpan(unit, since_s, span_s + back_s.get(unit, 0.0)) for unit, since_s in down.items()]
 
 
+_MOST_MACHINES = 1_000_000
 _DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 """Errors of damaged compressed files."""
 
@@ -176,7 +177,7 @@ def read_lanl(path: Path, system: int = 20) -> TraceFile:
             if row["System"].strip() != str(system):
                 continue
             is_in_use = is_in_use or (row.get("node decom") or "").strip() == "current"
-            units = max(units, int(row["nodes"]), int(row["nodenumz"]) + 1)
+            units = max(units, _machines(row["nodes"]), _machines(row["nodenumz"]) + 1)
             if fixed is not None:
                 spells.append((int(row["nodenumz"]), _american(row["Prob Started"]), fixed))
         except ValueError as error:
@@ -233,9 +234,7 @@ def read_sizes(path: Path) -> TraceFile:
     for number, line in _lines(path):
         try:
             day, time, count = _three(line, "date, time, machines")
-            sizes.append((_local_time(f"{day} {time}"), int(count)))
-            if sizes[-1][1] < 0:
-                raise ValueError(f"{count} machines")
+            sizes.append((_local_time(f"{day} {time}"), _machines(count)))
         except ValueError as error:
             raise _bad_line(path, number, error) from error
         if len(sizes) > 1 and sizes[-1][0] < sizes[-2][0]:
@@ -337,6 +336,13 @@ def read_interruptions(path: Path) -> dict[str, int]:
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     return counts
+
+
+def _machines(text: str) -> int:
+    count = int(text)
+    if not 0 <= count <= _MOST_MACHINES:
+        raise ValueError(f"{count} machines, but from 0 to {_MOST_MACHINES} are allowed")
+    return count
 
 
 def _local_time(text: str) -> datetime:
