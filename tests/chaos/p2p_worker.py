@@ -109,7 +109,7 @@ def outside():
 def appear(name):
     begun = folder / f"{name}-{os.getpid()}"
     begun.write_text(str(os.getpid()))
-    begun.rename(folder / name)  # who waits for it reads it at once
+    begun.rename(folder / name)  # a reader that waits for it reads it at once
 
 
 def wait_for(name):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, clean_env, exit_codes, holdfast, run_report
+from jobs import clean_env, exit_codes, holdfast, run_report
 from train_saving import EPOCHS, LOOP_ENDS, Training, undisturbed
 
 from holdfast.checkpoint import steps
@@ -138,7 +138,7 @@ class Live:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=ROOT,
+            cwd=tmp_path,  # where a job that is terminated saves its state
             env=clean_env(TMPDIR=str(self.temp)),
         )
 

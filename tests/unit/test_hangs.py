@@ -204,7 +204,7 @@ def test_a_rank_of_torch_distributed_moves_with_each_collective():
     assert job.given_up.keys() == {2}
 
 
-def test_who_waits_in_a_group_with_a_timeout_longer_than_pytorchs_makes_no_other_stuck():
+def test_a_wait_in_a_group_with_a_timeout_longer_than_pytorchs_makes_no_rank_stuck():
     job = Job()
     for rank in (0, 1):
         job.put(rank, "script", waits=True, in_collective=True, is_patient=True)

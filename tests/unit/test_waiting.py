@@ -1,4 +1,4 @@
-"""How a process waits for memory that other processes write: soon there after a short wait, at rest in a long one."""
+"""How a process waits for memory that other processes write: it reacts soon in a short wait, and sleeps most of a long one."""
 
 import pytest
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("patience", [AMONG_FEW, AMONG_MANY])
-def test_whoever_waits_long_is_at_rest_and_late_by_a_64th_at_most(monkeypatch, patience):
+def test_a_long_wait_is_mostly_sleep_and_late_by_a_64th_at_most(monkeypatch, patience):
     clock = Clock(monkeypatch)
 
     clock.wait(10.0, patience)

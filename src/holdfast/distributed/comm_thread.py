@@ -259,7 +259,7 @@ class CommThread:
 
     @property
     def _waits(self) -> bool:
-        """Whether this rank waits for others. A message that was begun early delays nobody until it is waited for."""
+        """Whether this rank waits for others. A message that was begun early is no wait yet."""
         return self._current is not None or any(transfer.work.is_awaited for transfer in self._transfers)
 
     # -- collectives

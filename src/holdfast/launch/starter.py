@@ -83,7 +83,7 @@ def _send_request(connection: socket.socket) -> None:
 
 
 def _wait_for_end(connection: socket.socket, handles: list[int]) -> bytes:
-    """Return what the watcher says at its end. Without a launcher, nobody else resumes one that a signal has stopped."""
+    """Return what the watcher says at its end. Without a launcher, nothing else resumes one that is stopped."""
     if len(handles) == 2:  # fewer arrive if this process may not open more files
         watcher, launcher = handles
         select.select([connection.fileno(), launcher], [], [])

@@ -91,7 +91,7 @@ def _still_down(spells: Sequence[OutageSpan], down: Mapping[int, float], span_s:
 
 
 _MOST_MACHINES = 1_000_000
-_DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile)
+_DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile, UnicodeDecodeError)  # the last: a name in a zip file
 """Errors of damaged compressed files."""
 
 
@@ -112,14 +112,7 @@ def open_text(path: Path) -> io.TextIOBase:
         elif path.suffix == ".zip":
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 data = archive.read(archive.namelist()[0])
-    except (
-        OSError,
-        EOFError,
-        IndexError,
-        RuntimeError,
-        UnicodeDecodeError,
-        *_DAMAGED,
-    ) as error:  # zipfile also raises bare RuntimeErrors
+    except (OSError, EOFError, IndexError, RuntimeError, *_DAMAGED) as error:  # zipfile also raises bare RuntimeErrors
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return io.StringIO(data.decode("utf-8", errors="replace"), newline="")
 

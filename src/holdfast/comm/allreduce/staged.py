@@ -13,7 +13,6 @@ Each :class:`~holdfast.comm.device.Wait` below prevents the accident that it nam
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -197,12 +196,18 @@ def make_allreduce(
     if device.adds and isinstance(comm, VirtualCommunicator) and not device.is_host:
         return DeviceAllReduce(comm, order, size_bytes, device)
     if device.is_host:
-        made: Callable[..., OrderedAllReduce] = functools.partial(
-            OrderedAllReduce, comm, order, size_bytes, device=device.device
+        return OrderedAllReduce(
+            comm,
+            order,
+            size_bytes,
+            device=device.device,
+            shared_bytes=shared_bytes,
+            make_mover=make_mover,
+            may_grow=may_grow,
         )
-    else:
-        made = functools.partial(StagedAllReduce, comm, order, size_bytes, device)
-    return made(shared_bytes=shared_bytes, make_mover=make_mover, may_grow=may_grow)
+    return StagedAllReduce(
+        comm, order, size_bytes, device, shared_bytes=shared_bytes, make_mover=make_mover, may_grow=may_grow
+    )
 
 
 def choose_mover(between_hosts: str, device: torch.device) -> MakeMover:
