@@ -453,6 +453,26 @@ LONGEST_FIRST = (
 pytest is left with one of them while the others have nothing to do."""
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--processor-times",
+        metavar="FILE",
+        help="append a line per test: seconds of processor time, its ended processes included, a tab, its name",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """On a busy machine, the time by the clock says little about the cost of a test."""
+    before_s = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        if name := item.config.getoption("--processor-times"):
+            with Path(name).open("a") as file:
+                file.write(f"{sum(os.times()[:4]) - before_s:.2f}\t{item.nodeid}\n")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     """Say now and then how long the tests will take; the processes of pytest-xdist have no terminal."""

@@ -10,6 +10,8 @@ import time
 from collections import Counter, defaultdict
 from pathlib import PurePosixPath
 
+import pytest
+
 EVERY_S = 30.0
 USUAL_S = {"chaos": 5.0, "gpu": 5.0, "contract": 1.0, "cli": 3.0, "integrations": 2.0, "property": 1.0, "model": 1.0}
 """Seconds that a test usually takes, by folder below ``tests/``."""
@@ -75,6 +77,7 @@ class TimeLeftLines:
         if session.items:
             self._expect([item.nodeid for item in session.items])
 
+    @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be off
     def pytest_xdist_node_collection_finished(self, node, ids) -> None:
         """With it, each of its processes has all tests."""
         if self._nodes is None:
