@@ -303,3 +303,41 @@ def test_a_message_that_was_begun_early_is_waited_for_once_the_script_waits(tmp_
 
     assert exit_codes(report).items() <= ends.items()  # that of a rank that raises may not be heard of any more
     assert [event["rank"] for event in of_kind(report, "WorkerFenced")] == [r for r, end in ends.items() if end == -9]
+
+
+LONG_IMPORT = """
+import sys
+from pathlib import Path
+import torch, holdfast
+from holdfast.records import beacon
+
+def raises():
+    Path({note!r} + str(holdfast.__name__)).touch()
+    raise RuntimeError("dictionary changed size during iteration")
+
+beacon.current_activity = raises  # the heartbeat asks for it every half second at most, before the first step
+sys.path.insert(0, {folder!r})
+import slow_to_import
+
+model = torch.nn.Linear(2, 1)
+session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in session.steps(torch.utils.data.TensorDataset(torch.ones(16, 2)), 4, epochs=1):
+    for (x,) in step:
+        if session.step == 2:
+            slow_to_import.wait()  # all workers do: only their heartbeats tell them from hung ones
+        step.backward(model(x).sum())
+"""
+WAIT_S = 3.0
+
+
+def test_no_worker_is_ended_whose_search_for_the_module_being_imported_fails(tmp_path):
+    script, note = tmp_path / "train.py", tmp_path / "asked-"
+    (tmp_path / "slow_to_import.py").write_text(f"import time\n\ndef wait():\n    time.sleep({WAIT_S})\n\nwait()\n")
+    script.write_text(LONG_IMPORT.format(note=str(note), folder=str(tmp_path)))
+
+    report = run_report(tmp_path, "-n", 2, "--fabric", "gloo", "--hang-timeout", 0.5, script)
+
+    assert list(tmp_path.glob("asked-*")), "the fault landed"
+    assert report["_stdout"].count("RuntimeError: dictionary changed size during iteration") == 2, "once a worker"
+    assert of_kind(report, "WorkerFenced") == []
+    assert exit_codes(report) == {0: 0, 1: 0}

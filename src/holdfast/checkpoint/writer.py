@@ -28,12 +28,10 @@ from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import SnapshotBuffer, in_host_memory
 from holdfast.checkpoint.write_plan import WritePlan
-from holdfast.errors import CheckpointError, HoldfastError
+from holdfast.errors import CheckpointError
+from holdfast.side_work import run_aside
 
 logger = logging.getLogger(__name__)
-
-_NOT_REMEMBERED = (MemoryError, OSError, RuntimeError, HoldfastError)
-"""Errors after which a complete checkpoint cannot be shared; without memory or threads, torch and Python raise RuntimeError."""
 
 _LIMIT_S = 600.0
 """Time limit for the storage to take a checkpoint."""
@@ -248,10 +246,11 @@ class CheckpointWriter:
             # Now, because in the background this thread has nothing to do until the step is durable.
             try:
                 self._reuse.remember(job.pending.manifest, job.content)
-            except _NOT_REMEMBERED as error:
+            except Exception as error:  # it only makes the next checkpoint cheaper
                 self._reuse = BlockReuse()
                 text = "the blocks of checkpoint %d were not remembered, the next one is full: %s: %s"
-                logger.warning(text, job.step, type(error).__name__, error)
+                why = type(error).__name__, error
+                run_aside("logging of checkpoints", lambda: logger.warning(text, job.step, *why), None)
 
     def _complete(self, job: _Job) -> None:
         start_s = time.monotonic()
@@ -267,7 +266,7 @@ class CheckpointWriter:
             if self._reuse is not None:
                 self._reuse.forget(job.step)
         elif job.error is not None and job.saved is None:
-            self._clear_away(job)
+            run_aside("removing an incomplete checkpoint", lambda: self._clear_away(job), None)
         job.written_s += time.monotonic() - start_s
         job.done.set()
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -40,6 +41,7 @@ from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
 from holdfast.phases import Phase
+from holdfast.side_work import run_aside
 
 START_S = Phase.JOINING.value.fixed_s
 """How long processes wait for each other at the start."""
@@ -288,10 +290,8 @@ class JoinedGroup:
 
     def _end(self, why: str) -> None:
         after = f", for {self.group.launcher} to restart all" if self.group.restarts_all else ""
-        sys.stderr.write(f"holdfast: rank {self.group.rank} ends: {why}{after}\n")
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        line = f"holdfast: rank {self.group.rank} ends: {why}{after}\n"
+        run_aside("saying why this rank ends", functools.partial(say, line), None)
         if self._hub is not None:
             time.sleep(_LET_OTHERS_HEAR_S)
         os._exit(1)
@@ -331,6 +331,13 @@ class SoleProcess:
 
     def end_in_order(self, check: Callable[[], None]) -> None:
         """Do nothing: no other process waits for this one."""
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, after all that the script has printed."""
+    sys.stdout.flush()
+    sys.stderr.write(line)
+    sys.stderr.flush()
 
 
 def _has_begun(group: LaunchedGroup, store: Any) -> bool:

@@ -18,14 +18,15 @@ reaches no majority of the hubs, or whose lease has ended, ends itself. So no pa
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import sys
 import time
 
-from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup
+from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup, say
 from holdfast.comm.launchers import LaunchedGroup
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub
+from holdfast.side_work import run_aside
 
 _HUBS = 3
 _END_S = 10.0
@@ -116,8 +117,8 @@ class SurvivingGroup(JoinedGroup):
         left = [other for other in range(self.group.size) if other not in self._dead]
         if left[0] == self.group.rank:
             ranks = ", ".join(map(str, left))
-            sys.stderr.write(f"holdfast: rank {rank} has died; the others continue: {ranks}\n")
-            sys.stderr.flush()
+            line = f"holdfast: rank {rank} has died; the others continue: {ranks}\n"
+            run_aside("saying that a rank has died", functools.partial(say, line), None)
 
     # -- the end
 

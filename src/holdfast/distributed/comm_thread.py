@@ -13,6 +13,7 @@ any other collective fails on every survivor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import sys
 import threading
@@ -41,6 +42,7 @@ from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
 from holdfast.phases import Phase
 from holdfast.records.beacon import end_notes, publish_connecting
+from holdfast.side_work import run_aside
 
 _LOOK_EVERY_S = 0.05
 """Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""
@@ -158,7 +160,8 @@ class CommThread:
         """Complete futures, whose callbacks may wait for later collectives; give up a collective that times out."""
         while True:
             try:
-                self._answers.get(timeout=_WATCH_EVERY_S)()
+                answer = self._answers.get(timeout=_WATCH_EVERY_S)
+                run_aside("completing a future", answer, None)  # it runs what the script has chained to it
             except queue.Empty:
                 current = self._current
                 if current is not None and time.monotonic() - current.begun_s > current.work.timeout_s:
@@ -204,14 +207,17 @@ class CommThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except HoldfastError as error:  # the store is lost, or the other ranks have continued without this one
-            sys.stderr.write(f"holdfast: {error}\n")
-            exits.kill_self()
         except BaseException as error:
-            traceback.print_exc()
-            if classify(error) is DeviceFailure.LOST:
-                self.recorder.device_lost(error)
-            exits.kill_self()  # peers wait for this rank and must see that it failed
+            run_aside("saying why this rank ends", functools.partial(self._say_why, error), None)
+        exits.kill_self()  # peers wait for this rank and must see that it failed
+
+    def _say_why(self, error: BaseException) -> None:
+        if isinstance(error, HoldfastError):  # the store is lost, or the other ranks have continued without this one
+            sys.stderr.write(f"holdfast: {error}\n")
+            return
+        traceback.print_exception(error)
+        if classify(error) is DeviceFailure.LOST:
+            self.recorder.device_lost(error)
 
     def _serve(self) -> None:
         while True:
@@ -255,7 +261,9 @@ class CommThread:
             limit_s = self._current.work.timeout_s
         else:
             limit_s = max((transfer.work.timeout_s for transfer in self._transfers), default=0.0)
-        self.recorder.publish_waits(self._said_waits, limit_s)
+        run_aside(
+            "showing what the rank waits for", lambda: self.recorder.publish_waits(self._said_waits, limit_s), None
+        )
 
     @property
     def _waits(self) -> bool:

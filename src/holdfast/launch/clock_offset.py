@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
+
+from holdfast.side_work import run_aside
 
 _TRIES = 4
 _NONCE, _TIME = 8, struct.Struct("!d")
@@ -36,7 +39,10 @@ class ClockServer:
             while True:
                 asked, peer = self._socket.recvfrom(64)
                 if len(asked) == _NONCE:  # an answer is as long as a request and a number, so that none is amplified
-                    self._socket.sendto(asked + _TIME.pack(self._clock()), peer)
+                    run_aside("answering the clock of another node", functools.partial(self._answer, asked, peer), None)
+
+    def _answer(self, asked: bytes, peer: Any) -> None:
+        self._socket.sendto(asked + _TIME.pack(self._clock()), peer)
 
     def close(self) -> None:
         """Stop answering."""

@@ -35,6 +35,7 @@ from holdfast.monitor.token import Token
 from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import ActionRequested, Record
+from holdfast.side_work import run_aside
 
 _ANSWER_S = 5.0
 """The launcher answers an action within this time, or is too busy."""
@@ -163,7 +164,7 @@ class Dashboard:
             with self.live.if_free() as is_free:  # else at the next call: the launcher waits for no reader
                 if is_free:
                     self._look_s = time.monotonic() + _LOOK_S
-                    self._look(attempt, run)
+                    run_aside("updating the dashboard", lambda: self._look(attempt, run), None)
         while not self._requested.empty():
             requested = self._requested.get_nowait()
             if not requested.claim():

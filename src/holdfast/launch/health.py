@@ -22,6 +22,7 @@ from holdfast.phases import Phase
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
+from holdfast.side_work import run_aside
 
 _LOOK_S = 0.25
 _BEFORE_TRAINING = (*UNCONNECTED, "start")
@@ -71,8 +72,11 @@ class HealthMonitor:
         self._check_startup(attempt, signs, now_s)
         self._end_stuck(attempt, positions, now_s)
         self._print_progress(living, now_s)
-        self._check_stragglers(attempt, positions, now_s)
-        self._bus.show(attempt.pids(living), "" if self._bus.is_training else self._waits_for(living, signs or {}))
+        run_aside("the search for stragglers", lambda: self._check_stragglers(attempt, positions, now_s), None)
+        run_aside("showing the workers", lambda: self._show(attempt, living, signs or {}), None)
+
+    def _show(self, attempt: JobAttempt, living: Sequence[int], signs: Mapping[int, StartupStatus]) -> None:
+        self._bus.show(attempt.pids(living), "" if self._bus.is_training else self._waits_for(living, signs))
 
     def all_stall(self, attempt: JobAttempt, nodes: NodeGroup) -> bool:
         """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
@@ -174,11 +178,16 @@ class HealthMonitor:
             pair.worker.send(signal.SIGKILL)
 
     def _note_fenced(self, stuck: StuckWorker, step: int, pair: WatchedWorker | None) -> None:
-        stack = "" if pair is None else self._stacks.take(stuck.rank, pair.worker)
-        where = innermost(stack, str(self._run.job.script))
+        stack, where = run_aside(
+            "taking the stacks of a stuck worker", lambda: self._stack_of(stuck.rank, pair), ("", "")
+        )
         reason = f"{stuck.reason}; it was in {where}" if where else stuck.reason
         reason += self._on_node(pair)
         self._bus.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=reason, stack=stack))
+
+    def _stack_of(self, rank: int, pair: WatchedWorker | None) -> tuple[str, str]:
+        stack = "" if pair is None else self._stacks.take(rank, pair.worker)
+        return stack, innermost(stack, str(self._run.job.script))
 
     def _on_node(self, pair: WatchedWorker | None) -> str:
         """Return on which machine a worker is, in words, if the job has several."""

@@ -21,6 +21,7 @@ from holdfast.launch.processes import Process
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.report.event_lines import cause_of_death
+from holdfast.side_work import run_aside
 
 _LAST_THREAD_S = 0.1
 """Time within which the other threads of a killed worker end, too: they must be given a core for it."""
@@ -32,7 +33,7 @@ class KilledWorkers:
 
     Args:
         run_dir: Directory of the run.
-        report: Called in a thread with rank and cause of death, at most once for each worker. What it raises is ignored.
+        report: Called in a thread with rank and cause of death, at most once for each worker. An error is reported once.
     """
 
     def __init__(self, run_dir: Path, report: Callable[[int, str], None]) -> None:
@@ -58,8 +59,8 @@ class KilledWorkers:
         while (number := worker.signal_of_end()) is None and time.monotonic() < ends_s:
             time.sleep(_LOOK_S)
         if number and not self._is_closed:
-            with contextlib.suppress(Exception):  # whatever is wrong, the launcher meets it, too: it reports the record
-                self._report(rank, cause_of_death(-number))
+            cause = cause_of_death(-number)
+            run_aside("reporting a death at once", lambda: self._report(rank, cause), None)  # the record follows
 
 
 def _start_thread(target: Callable[[int, Process], None], rank: int, worker: Process) -> None:

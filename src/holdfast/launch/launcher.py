@@ -22,7 +22,7 @@ from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.live import RunStatus, RunView
+from holdfast.launch.live import RunStatus, RunView, SteadyView
 from holdfast.launch.loggers import find_leftovers, open_loggers
 from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
@@ -42,6 +42,7 @@ from holdfast.records.event_log import EventLog
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
+from holdfast.side_work import run_aside
 from holdfast.system_errors import refusal
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Launcher:
     def __init__(self, job: Job, view: RunView) -> None:
         self._job = job
         self._provenance = job_provenance(job)
-        self._view = view
+        self._view = SteadyView(view)
         self._state = JobState(
             job.script.name,
             virtual=job.is_virtual,
@@ -165,7 +166,7 @@ class Launcher:
     def _show_wait(self, text: str) -> None:
         """Display what this launcher waits for before the run begins."""
         if text:
-            note_wait(self._paths.run_dir, text)
+            run_aside("noting what the job waits for", lambda: note_wait(self._paths.run_dir, text), None)
             elapsed_s = time.monotonic() - self._begun_s
             self._view.show(RunStatus(alive={}, metrics={}, elapsed_s=elapsed_s, waits_for=text))
 
@@ -260,8 +261,8 @@ class Launcher:
         if self._dashboard is not None:
             self._dashboard.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
-            self._keep_files()
-            attempt.shut_ports()
+            run_aside("keeping temporary files from being removed", self._keep_files, None)
+            run_aside("closing ports of mpirun", attempt.shut_ports, None)
             self._health.poll(attempt)
             self._elastic.answer_requests(attempt)
         if not self._stopping.is_requested:
@@ -276,14 +277,11 @@ class Launcher:
 
     def _lost_folder(self) -> Verdict | None:
         """Return the verdict if a directory of this run was removed: its workers can no longer be monitored."""
-        path = self._paths.lost()
-        return (
-            None
-            if path is None
-            else JobBroken(
-                f"{path} was removed while the job was running, so its workers were killed; "
-                "set TMPDIR to a directory that is not cleaned up"
-            )
+        if (path := self._paths.lost()) is None:
+            return None
+        return JobBroken(
+            f"{path} was removed while the job was running, so its workers were killed; "
+            "set TMPDIR to a directory that is not cleaned up"
         )
 
     def _decides_for_all(self) -> bool:

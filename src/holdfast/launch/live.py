@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from holdfast.report.bar import bar_line
 from holdfast.report.formatting import clean, count, rough, speed, timer
+from holdfast.side_work import run_aside
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -64,6 +65,29 @@ class RunView:
 
     def close(self) -> None:
         """Restore the terminal; nothing is displayed afterwards."""
+
+
+class SteadyView(RunView):
+    """Another view, whose errors do not reach the launcher."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+
+    def output(self, rank: int, line: str) -> None:
+        """See :meth:`RunView.output`."""
+        run_aside("showing the output of workers", lambda: self._view.output(rank, line), None)
+
+    def print_line(self, line: str) -> None:
+        """See :meth:`RunView.print_line`."""
+        run_aside("showing events", lambda: self._view.print_line(line), None)
+
+    def show(self, status: RunStatus) -> None:
+        """See :meth:`RunView.show`."""
+        run_aside("showing the progress", lambda: self._view.show(status), None)
+
+    def close(self) -> None:
+        """See :meth:`RunView.close`."""
+        run_aside("restoring the terminal", self._view.close, None)
 
 
 class PlainView(RunView):

@@ -37,6 +37,7 @@ from holdfast.records.types import (
 from holdfast.report.event_lines import EventFormatter, cause_of_death
 from holdfast.report.history import is_distributed
 from holdfast.report.step_times import StepTimes
+from holdfast.side_work import run_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ class RecordBus:
                 self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
-        if (line := self._story.format(record)) is not None:
+        if (line := run_aside("describing a record", lambda: self._story.format(record), None)) is not None:
             self._run.view.print_line(line)
 
     def note(self, record: Record) -> None:
@@ -178,8 +179,8 @@ class RecordBus:
 
     def _report(self, records: Sequence[Record]) -> None:
         """Write records to the report directory, all at once: it may be on a slow network file system."""
-        if self._run.events is not None:
-            self._run.events.write_all(records)
+        if (events := self._run.events) is not None:
+            run_aside("writing events.jsonl", lambda: events.write_all(records), None)
 
     def _end_of(self, record: Record, attempt: JobAttempt) -> BeaconPosition | None:
         """Handle the end of a worker of this node; return its last position."""

@@ -13,6 +13,7 @@ With several machines it also kills the worker when the launcher has removed the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -50,6 +51,7 @@ from holdfast.launch.worker_context import (
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path, launcher_lost_path, records_path, stop_path
 from holdfast.records.types import WorkerEnded
+from holdfast.side_work import run_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -167,7 +169,7 @@ def _wait(pid: int, above: Mapping[str, Process | None], settings: Settings, ran
     ended = opened.keys() - handles.keys() or _wait_and_publish(handles, settings, rank)
     if ended == {"launcher"}:
         handles.pop("launcher", None)
-        _wake_watchers(settings)
+        run_aside("resuming other watchers", lambda: _wake_watchers(settings), None)
         _request_stop(pid, settings)
         ended = _wait_for_stop(handles, settings, rank)
     if "worker" not in ended:
@@ -188,7 +190,7 @@ def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) ->
         if _is_disowned(run_dir, rank):
             break
         for path in (beacon_path(run_dir, rank), records_path(run_dir, str(rank))):
-            _publish(path)
+            run_aside("syncing a file to other machines", functools.partial(_publish, path), None)
     return ended
 
 
@@ -240,7 +242,8 @@ def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> se
     """Return whether worker or mpirun has ended within the grace period; an empty set if neither has."""
     grace_s = float(os.environ.get(GRACE_S, "30"))
     ended = wait_for_end(handles, grace_s)
-    position = Beacon.read(beacon_path(Path(settings.run_dir), rank)) if settings.run_dir else None
+    path = beacon_path(Path(settings.run_dir), rank)
+    position = run_aside("reading the beacon", lambda: Beacon.read(path), None) if settings.run_dir else None
     if ended or position is None or not position.waits:
         return ended
     return wait_for_end(handles, _LONGER * grace_s)  # it waits for a worker that is killed now, and can save then

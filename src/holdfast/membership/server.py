@@ -28,6 +28,7 @@ from holdfast.membership.authentication import (
 )
 from holdfast.membership.store import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from holdfast.membership.wire import MAX_HELLO_BYTES, LineSplitter, dump, parse
+from holdfast.side_work import run_aside
 
 logger = logging.getLogger("holdfast.membership.hub")
 
@@ -65,7 +66,7 @@ class RateLimitedLog:
             self._count = 0
 
     def _log(self, what: str) -> None:
-        logger.warning("hub: %s", what)
+        run_aside("logging of the hub", lambda: logger.warning("hub: %s", what), None)
         self._again_s = self._clock() + self._every_s
 
 
@@ -121,8 +122,8 @@ class Client:
             return
         self._outgoing.write(line)
         if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            logger.warning("hub: %s does not read and was disconnected", self._outgoing.peer)
             transport.abort()
+            logger.warning("hub: %s does not read and was disconnected", self._outgoing.peer)
 
     def abort(self) -> None:
         """End the connection."""

@@ -21,7 +21,7 @@ def current_activity() -> str:
 
 def _importing() -> str:
     """Return the package that is being imported, as the script named it; "" if none is."""
-    for name, module in list(sys.modules.items()):  # in the order in which imports began
+    for name, module in sys.modules.copy().items():  # in the order in which imports began; a list() would not be atomic
         if _is_initializing(module):
             return name.partition(".")[0]
     return ""

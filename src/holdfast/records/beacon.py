@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,7 @@ from typing import Any
 from holdfast.records.activity import current_activity
 from holdfast.records.life_lock import LOCK_BYTES, PeerLocks, hold_life_lock, wait_for_end
 from holdfast.records.paths import beacon_path
+from holdfast.side_work import run_aside
 
 _COMPUTED_STEPS = 15
 """Number of steps in the median of the compute time: a single step with an evaluation in it does not count."""
@@ -261,12 +263,15 @@ class Pulse:
     def _run(self) -> None:
         while not self._beacon.has_applied:
             time.sleep(min(self._every_s, _START_EVERY_S))
-            self._beacon.show_doing(current_activity())
             self._beacon.pulse()
-        self._beacon.show_doing("")
+            self._show_doing(current_activity)
+        self._show_doing(str)
         while True:
             time.sleep(self._every_s)
             self._beacon.pulse()
+
+    def _show_doing(self, activity: Callable[[], str]) -> None:
+        run_aside("showing what the worker does", lambda: self._beacon.show_doing(activity()), None)
 
 
 _of_process: dict[Path, Beacon] = {}
