@@ -9,7 +9,7 @@ from holdfast.recovery.registry import BUILT_IN
 FABRICS = tuple(FABRICS_BUILT_IN)
 CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
 STRATEGIES = tuple(BUILT_IN)
-EMPTY_SEATS = ("fill", "raise")
+EMPTY_SEATS = ("fill", "survivors", "raise")
 REINIT_FROM = ("own", "root", "checkpoint")
 MIRROR_CHOICES = ("priority", "round-robin", "random")
 MIRROR_DISTANCES = ("euclidean", "scaled")

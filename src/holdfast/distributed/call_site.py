@@ -1,21 +1,27 @@
 """Detects the caller of a collective: the script, a framework, or which part of ``DistributedDataParallel``.
 
-torch does not pass this to a process group. A collective of DDP can be retried over the survivors of a failure, one of
-the script cannot; the result of a collective of DDP's reducer need not be copied; and shards of parameters, unlike
-metrics, cannot be replaced by those of another rank.
+torch does not pass this to a process group. The result of a collective of DDP's reducer need not be copied, and who
+calls decides whether a collective is retried over the survivors of a failure: see :mod:`~holdfast.distributed.parts`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
+
+import torch
 
 from holdfast.torch_private import JOINED, OBJECT_BROADCAST, OBJECT_GATHERS
 
 _BACKWARD_MODULE = "torch.autograd.graph"
 _DDP_MODULE = "torch.nn.parallel.distributed"
 _DDP_MODULES = (_DDP_MODULE, "torch.distributed.algorithms.ddp_comm_hooks")
+_ZERO_HOOK = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+_JOIN_MODULE = "torch.distributed.algorithms.join"
+_SYNC_NORM_MODULE = "torch.nn.modules._functions"
 _PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 _DDP_START_MODULE = "torch.distributed.utils"
 _SHARDING_PACKAGES = (
@@ -27,13 +33,38 @@ _SHARDING_PACKAGES = (
     "torch.distributed.checkpoint",
     "torch.distributed.optim",
     "torch.distributed.pipelining",
+    "transformers.integrations.tensor_parallel",
+    _ZERO_HOOK,
     "deepspeed",
     "fairscale",
     "megatron",
 )
-"""Packages whose gathers collect different parts of one state."""
+"""Packages whose collectives exchange different parts of one state."""
+OPTIMIZER_PACKAGES = ("torch.distributed.optim", _ZERO_HOOK, "deepspeed", "fairscale", "megatron")
+"""Those of them that split the state of an optimizer whose parameters are on all ranks."""
+_AVERAGES = "torch.distributed.optim.post_localSGD_optimizer"
+"""A module of one of them that averages whole replicas."""
+_FUNCTIONS = "torch.distributed._functional_collectives"
+"""Its collectives get copies of the caller's tensors, which do not show whether those carry gradients."""
 _FRAMEWORKS = ("accelerate", "transformers", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
 """Packages that call collectives in place of the script, which therefore cannot handle an error of theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What the call stack of a collective says.
+
+    Args:
+        sharding: The package on it that splits a state over ranks, or "".
+        in_function: An autograd function calls.
+        in_forward: A module's forward pass calls.
+        in_training: That of a module in training mode.
+    """
+
+    sharding: str
+    in_function: bool
+    in_forward: bool
+    in_training: bool
 
 
 class CallSite:
@@ -56,34 +87,47 @@ class CallSite:
         """Whether DDP's reducer calls, or C++ code that looks the same: it waits, or reads the future's value."""
         self.backward: object = frame if is_joined else task
         """Identifies the backward pass: equal for all calls that belong to it, and for no others."""
-        while task >= 0 and frame is not None and name.startswith(_PYTHON_API):
-            # torch's communication hooks call the same functions as a script.
-            frame = frame.f_back
-            name = _module(frame)
-        self.is_backward = self.is_reducer or (task >= 0 and name.startswith(_DDP_MODULES))
+        caller = frame
+        while caller is not None and _module(caller).startswith(_PYTHON_API):
+            caller = caller.f_back  # torch's hooks and join() call the same functions as a script
+        self._caller = frame if caller is None else caller
+        name = _module(self._caller)
+        by_ddp = name.startswith(_DDP_MODULES) and name != _ZERO_HOOK
+        self.is_backward = self.is_reducer or (task >= 0 and by_ddp)
         """Whether DDP all-reduces gradients."""
-        self.is_ddp_outside = (
-            task < 0 and not is_joined and (name.startswith(_DDP_MODULES) or name == _DDP_START_MODULE)
-        )
+        self.is_join = task < 0 and name == _JOIN_MODULE
+        """Whether ``join()`` counts the ranks that still have data."""
+        self.is_ddp_outside = self.is_join or (task < 0 and not is_joined and (by_ddp or name == _DDP_START_MODULE))
         """Whether DDP calls, for anything but the all-reduce of gradients."""
+        self.normalises = name == _SYNC_NORM_MODULE
+        """Whether ``SyncBatchNorm`` exchanges statistics, in a forward or a backward pass."""
 
     @property
     def is_framework(self) -> bool:
         """Whether a framework calls, outside of the backward pass; the frames of torch's own API do not count."""
-        if self.task >= 0:
-            return False
-        caller = next((f for f in _frames(self._frame) if not _module(f).startswith(_PYTHON_API)), self._frame)
-        return _is_in(_module(caller), _FRAMEWORKS)
+        return self.task < 0 and _package_of(_module(self._caller), _FRAMEWORKS) != ""
 
     @property
-    def gathers_state(self) -> bool:
-        """Whether the caller gathers parts of the model or of its state, or may do so: it looks at the whole stack."""
-        frame: FrameType | None = self._frame
-        while self.task < 0 and frame is not None:
-            if _is_in(frame.f_globals.get("__name__", ""), _SHARDING_PACKAGES):
-                return True
-            frame = frame.f_back
-        return self.task >= 0
+    def place(self) -> str:
+        """File and line of the call, such as ``train.py, line 12``, below those of torch; "" if only C++ code calls."""
+        frame = next((f for f in _frames(self._caller) if not _module(f).startswith("torch.")), None)
+        return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
+
+    @property
+    def stack(self) -> Stack:
+        """What the whole call stack says."""
+        sharding, in_function, in_forward, in_training = "", False, False, False
+        for frame in _frames(self._frame):
+            name = _module(frame)
+            sharding = sharding or ("" if name == _AVERAGES else _package_of(name, _SHARDING_PACKAGES))
+            if name == _FUNCTIONS:
+                in_function = in_function or torch.is_grad_enabled()
+            elif name == "torch.autograd.function":
+                in_function = True
+            elif name == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
+                in_forward = True
+                in_training = in_training or bool(frame.f_locals["self"].training)
+        return Stack(sharding, in_function, in_forward, in_training)
 
     @property
     def gathers_objects(self) -> bool:
@@ -112,8 +156,9 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @functools.cache
-def _is_in(module: str, packages: tuple[str, ...]) -> bool:
-    return module in packages or module.startswith(tuple(f"{package}." for package in packages))
+def _package_of(module: str, packages: tuple[str, ...]) -> str:
+    """Return which of the packages a module belongs to, or ""."""
+    return next((package for package in packages if f"{module}.".startswith(f"{package}.")), "")
 
 
 def _module(frame: FrameType | None) -> str:

@@ -5,9 +5,9 @@ So, on one communicator, the number of collectives that two ranks have completed
 rank has completed a collective, *every* rank has entered its last barrier, and has its own result.
 
 After a failure all survivors run the recovery protocol (R1 to R4) and exchange the progress of each group. If any
-survivor has completed the collective in progress, it counts as completed on all. Otherwise an all-reduce of DDP, a
-gather of metrics or a collective of a framework is retried over the survivors, from its inputs, which are intact, and
-any other collective fails on every survivor.
+survivor has completed the collective in progress, it counts as completed on all. Otherwise a collective that recovers
+(:mod:`~holdfast.distributed.parts`) is retried over the survivors, from its inputs, which are intact, and any other fails
+on every survivor.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class CommThread:
         group, failures = job.group, 0
         if group.broken:
             return HoldfastError(f"{job.what}: the group is unusable, because one of its collectives timed out")
-        if group.completed in group.failed and not job.recovers:
+        if job.has_failed:
             return self._lost(job)
         while True:
             try:
@@ -300,7 +300,7 @@ class CommThread:
                     return None  # completed on some rank, so all, including this one, have entered its last barrier
                 if failures >= _ATTEMPTS:
                     return HoldfastError(f"{job.what} failed {failures} times although no rank failed: {error}")
-                if group.completed in group.failed and not job.recovers:
+                if job.has_failed:
                     return self._lost(job)
             except (RanksLost, ScriptError) as error:  # raised on all ranks alike
                 return error
@@ -316,7 +316,8 @@ class CommThread:
     def _end(self, job: Collective, error: Exception | None) -> None:
         self._current = None
         self._publish_waits()
-        job.group.failed.discard(job.group.completed)
+        if isinstance(error, RanksLost):  # if the job recovers in silence, the next part that is exchanged is lost
+            job.group.failed = {number for number in job.group.failed if number > job.group.completed}
         job.group.completed += 1
         if error is None:
             job.work.complete()
@@ -328,8 +329,9 @@ class CommThread:
         ranks = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
         if not dead:
             return RanksLost(f"{job.what} was interrupted by the recovery of another group", dead, alive)
+        advice = job.fate.advice(dead, root=job.root) if isinstance(job, Collective) else ""
         return RanksLost(
-            f"{job.what} did not complete: {ranks} failed; alive: {', '.join(map(str, alive))}", dead, alive
+            f"{job.what} did not complete: {ranks} failed; alive: {', '.join(map(str, alive))}{advice}", dead, alive
         )
 
     def _compare(self, job: Collective) -> None:
@@ -391,7 +393,7 @@ class CommThread:
                 self.world.base.abandon(transfer.message)
             transfer.work.fail(self._lost(transfer))
         lost = () if joins else tuple(rank for rank in before if rank not in self.world.members)
-        completed = self._settle(table, lost)
+        completed = self._settle(table, before, lost)
         was_seated = self.joining.is_seated
         self.joining.settle(rows)
         if self.joining.is_seated and not was_seated:
@@ -417,7 +419,9 @@ class CommThread:
         base.allgather(part, whole)
         return [(key, completed, broken) for key, completed, broken in whole.view(-1, 3).tolist() if key >= 0]
 
-    def _settle(self, table: list[tuple[int, int, int]], lost: tuple[int, ...]) -> Mapping[int, int]:
+    def _settle(
+        self, table: list[tuple[int, int, int]], before: tuple[int, ...], lost: tuple[int, ...]
+    ) -> Mapping[int, int]:
         top: dict[int, int] = {}
         for key, completed, broken in table:
             top[key] = max(top.get(key, 0), completed)
@@ -425,6 +429,8 @@ class CommThread:
                 self._groups[key].broken = True
         self._history.append((frozenset(lost), dict(top)))  # for groups that this rank has not created yet
         for key, group in self._groups.items():
+            if set(group.ranks) <= set(before):  # the seats that earlier failures emptied were taken again
+                group.failed = {number for number in group.failed if number >= top.get(key, 0)}
             # The collective that no rank has completed, or the next one if none is in progress: each group that lost a
             # rank reports that once. A collective of a group that lost no rank is simply retried.
             if not group.broken and not set(lost).isdisjoint(group.ranks):

@@ -1,4 +1,4 @@
-"""Lets Accelerate and Lightning use this backend: both know all backends or launchers by name.
+"""Lets Accelerate and Lightning use this backend, which know all backends or launchers by name; notes sharded optimizers.
 
 Their modules are changed when they are imported, and only in a process of a Holdfast job. In any other process, and for
 any other backend, they stay as they are.
@@ -10,6 +10,7 @@ import os
 from types import ModuleType
 from typing import Any
 
+from holdfast.distributed.parts import watch_sharded_optimizer
 from holdfast.on_import import Change, when_imported
 
 _BACKEND = "holdfast"
@@ -57,6 +58,7 @@ def _do_not_start_mpi(module: ModuleType) -> None:
 
 _CHANGES: dict[str, Change] = {
     "accelerate.state": _accept_backend,
+    "torch.distributed.optim.zero_redundancy_optimizer": watch_sharded_optimizer,
     "lightning.fabric.plugins.environments.mpi": _do_not_start_mpi,
     "lightning_fabric.plugins.environments.mpi": _do_not_start_mpi,
 }

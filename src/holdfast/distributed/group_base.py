@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, Work
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.parts import Fate, seen
 from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tasks import Collective
 from holdfast.distributed.tensors import check_device
@@ -40,7 +41,7 @@ class GroupBase(ProcessGroup):
         self._pending: PendingWork | None = None
         self._is_profiled = True
         self._is_released = False
-        self._fills_seats = engine.recorder.settings.empty_seats == "fill"
+        self._policy = engine.recorder.settings.empty_seats
 
     # -- attributes
 
@@ -122,7 +123,7 @@ class GroupBase(ProcessGroup):
         like: torch.Tensor | None = None,
         inputs: Tensors = (),
         root: int | None = None,
-        recovers: bool = False,
+        fate: Fate = Fate(),  # noqa: B008 - frozen
         counts: bool = True,
         is_dense: bool = True,
     ) -> Work:
@@ -143,7 +144,8 @@ class GroupBase(ProcessGroup):
         signature = what
         if like is not None:
             signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
-        job = Collective(self._members, what, exchange, finish, recovers, work, signature if counts else "")
+        job = Collective(self._members, what, exchange, finish, fate, work, signature if counts else "")
+        job.root = -1 if root is None else self._members.ranks[root]
         self._pending = work
         return self._engine.submit(job)
 
@@ -158,7 +160,8 @@ class GroupBase(ProcessGroup):
             works = [each() for each in begin]
         finally:
             self._is_profiled = True
-        return self._submit(what, result, _wait_for(works), nothing, inputs=inputs, counts=False)
+        fate = Fate(recovers=True)  # the error, if any, is that of one of them
+        return self._submit(what, result, _wait_for(works), nothing, inputs=inputs, fate=fate, counts=False)
 
     def _exchange_rows(self, send: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Send row ``i`` to the ``i``-th surviving rank, and store the received rows in ``rows``.
@@ -178,16 +181,25 @@ class GroupBase(ProcessGroup):
             frame = frame.f_back
         return CallSite(frame, task_of_backward())
 
-    def _recovers(self, call_site: CallSite) -> bool:
-        """Return whether a collective is retried over the survivors: its caller cannot handle ``RanksLost``."""
-        return self._fills_seats and call_site.is_framework
+    def _fate(self, call_site: CallSite, tensors: Tensors = (), *, gathers: bool = False) -> Fate:
+        """Return what becomes of a collective after a failure; see :meth:`~holdfast.distributed.parts.Evidence.fate`."""
+        staging = current_staging()
+        tensors = tensors if staging is None else staging.originals(tensors)
+        spans_job = self.size() == self._engine.world.first_size
+        return seen.fate(call_site, tensors, self._policy, spans_job=spans_job, gathers=gathers)
 
-    def _check_alive(self, rank: int, what: str) -> None:
+    def _note_scaled(self, what: str, place: str) -> None:
+        """Say and record on one rank, in the communication thread, that a sum was scaled."""
         members = self._members
-        if members.ranks[rank] not in members.alive:
+        if members.ranks[self._index] == members.alive[0]:
+            self._engine.recorder.scaled(what, place, members.dead, len(members.ranks))
+
+    def _check_alive(self, rank: int, what: str, fate: Fate = Fate()) -> None:  # noqa: B008 - frozen
+        members, needed = self._members, self._members.ranks[rank]
+        if needed not in members.alive:
             raise RanksLost(
-                f"{what} needs rank {members.ranks[rank]}, which has failed; alive:"
-                f" {', '.join(map(str, members.alive))}",
+                f"{what} needs rank {needed}, which has failed; alive:"
+                f" {', '.join(map(str, members.alive))}{fate.advice(members.dead, root=needed)}",
                 members.dead,
                 members.alive,
             )
@@ -224,22 +236,21 @@ class GroupBase(ProcessGroup):
             raise ValueError(f"{what} needs a contiguous tensor, or a first dimension divisible by {count} ranks")
         return list(whole.split(whole.shape[0] // count))
 
-    def _check_fits(self, parts: Tensors | None, what: str, *, fills: bool = False) -> None:
+    def _check_fits(self, parts: Tensors | None, what: str, fate: Fate) -> None:
         """Make sure that each rank that passes one tensor per rank has one for each surviving rank.
 
-        With ``fills``, one for each initial rank will do. Some ranks have no list, such as all but the root of a
+        If it recovers, one for each initial rank will do. Some ranks have no list, such as all but the root of a
         gather. So after a failure the ranks compare, and all raise ``RanksLost``: if one rank raised alone, the others
         would wait forever.
         """
-        members = self._members
+        members, fills = self._members, fate.recovers
         fits = parts is None or len(parts) == len(members.alive) or (fills and len(parts) == self.size())
         if self._engine.world.generation and members.comm.maximum([int(not fits)])[0]:
-            alive, dead = (", ".join(map(str, ranks)) for ranks in (members.alive, members.dead))
+            alive = ", ".join(map(str, members.alive))
             count = "as many tensors as ranks were alive before" if fills else "one tensor per initial rank"
             raise RanksLost(
-                f"{what} did not complete: it got {count}, but only {len(members.alive)} ranks are alive ({alive}). "
-                f"Data of the failed ranks {dead}, such as parameter shards, is lost: pass one tensor for each "
-                "surviving rank, or load a checkpoint",
+                f"{what} did not complete: it got {count}, but only {len(members.alive)} ranks are alive ({alive})"
+                f"{fate.advice(members.dead)}. A call with one tensor for each surviving rank would be over these",
                 members.dead,
                 members.alive,
             )

@@ -16,7 +16,8 @@ from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
 from holdfast.distributed.members import GroupMembers
-from holdfast.distributed.seats import SeatFiller, is_metric
+from holdfast.distributed.parts import EXCHANGED, Fate
+from holdfast.distributed.seats import SeatFiller
 from holdfast.distributed.tensors import bytes_of, one, overwrite, plain, split
 
 
@@ -32,13 +33,13 @@ class MoveCollectives(GroupBase):
         tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
         call_site = self._call_site()
         by_ddp = call_site.is_ddp_outside
-        recovers = by_ddp or self._recovers(call_site)
+        fate = self._fate(call_site)
         span = SlotSpan(0, tensor.numel() * tensor.element_size(), torch.uint8)
 
         def exchange() -> None:
             source = members.ranks[root]
             if not by_ddp:
-                self._check_alive(root, "broadcast")
+                self._check_alive(root, "broadcast", fate)
             elif source not in members.alive:
                 source = members.alive[0]  # replicas are equal, or are being made equal: any survivor's tensor will do
             if not span.length:
@@ -55,7 +56,7 @@ class MoveCollectives(GroupBase):
             if span.length:
                 overwrite(tensor, members.adder.result(span))
 
-        return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=recovers)
+        return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, fate=fate)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
         """Gather the tensors of all ranks on every rank."""
@@ -87,9 +88,9 @@ class MoveCollectives(GroupBase):
         root: int | None = None,
     ) -> Work:
         members, call_site = self._members, self._call_site()
+        fate = self._fate(call_site, [part, *result] if root is None else [part], gathers=True)
         if call_site.is_ddp_outside:
-            return self._gather_for_ddp(outs or [], part, what, result)
-        fills = self._fills_seats and is_metric(call_site, [part, *result] if root is None else [part])
+            return self._gather_for_ddp(outs or [], part, what, result, fate)
         by_object = call_site.gathers_objects
         is_sizes = by_object and part.dtype == torch.int64
         given: dict[int, torch.Tensor] = {}
@@ -97,10 +98,10 @@ class MoveCollectives(GroupBase):
 
         def exchange() -> None:
             if root is not None:
-                self._check_alive(root, what)
-            self._check_fits(outs, what, fills=fills)
+                self._check_alive(root, what, fate)
+            self._check_fits(outs, what, fate)
             sources.clear()
-            if fills:
+            if fate.recovers and not call_site.normalises:
                 choose = self._filler.sources
                 sources.update(choose(members.dead, members.alive, what, bytes_of_objects=by_object and not is_sizes))
             self._gather_rows(part, given)
@@ -108,9 +109,11 @@ class MoveCollectives(GroupBase):
         def finish() -> None:
             if outs is None:
                 return
-            filled = sources if len(outs) > len(given) else {}
-            ranks = members.ranks if filled else tuple(given)
-            rows = [given[filled.get(rank, rank)] for rank in ranks]
+            is_filled = len(outs) > len(given)
+            filled = sources if is_filled else {}
+            ranks = members.ranks if is_filled else tuple(given)
+            nobody = torch.zeros_like(plain(part))  # to SyncBatchNorm, a rank that had no samples
+            rows = [given.get(filled.get(rank, rank), nobody) for rank in ranks]
             for out, row in zip(outs, rows, strict=True):
                 overwrite(out, row)
             if is_sizes:
@@ -118,9 +121,11 @@ class MoveCollectives(GroupBase):
             if filled and members.ranks[self._index] == (min(given) if root is None else members.ranks[root]):
                 self._engine.recorder.filled(what, filled)
 
-        return self._submit(what, result, exchange, finish, like=part, root=root, recovers=fills)
+        return self._submit(what, result, exchange, finish, like=part, root=root, fate=fate)
 
-    def _gather_for_ddp(self, outs: Tensors, part: torch.Tensor, what: str, result: list[torch.Tensor]) -> Work:
+    def _gather_for_ddp(
+        self, outs: Tensors, part: torch.Tensor, what: str, result: list[torch.Tensor], fate: Fate
+    ) -> Work:
         given: dict[int, torch.Tensor] = {}
 
         def finish() -> None:
@@ -128,7 +133,7 @@ class MoveCollectives(GroupBase):
             for out, rank in zip(outs, self._members.ranks, strict=True):
                 overwrite(out, given.get(rank, plain(part)))
 
-        return self._submit(what, result, lambda: self._gather_rows(part, given), finish, like=part, recovers=True)
+        return self._submit(what, result, lambda: self._gather_rows(part, given), finish, like=part, fate=fate)
 
     def _gather_rows(self, part: torch.Tensor, given: dict[int, torch.Tensor]) -> None:
         members, mine = self._members, plain(part)
@@ -150,8 +155,8 @@ class MoveCollectives(GroupBase):
         source: list[int] = []
 
         def exchange() -> None:
-            self._check_alive(root, "scatter")
-            self._check_fits(parts, "scatter")
+            self._check_alive(root, "scatter", EXCHANGED)
+            self._check_fits(parts, "scatter", EXCHANGED)
             mine = plain(out)
             send = torch.zeros(len(members.alive), mine.numel(), dtype=mine.dtype)
             if parts is not None:
@@ -162,7 +167,7 @@ class MoveCollectives(GroupBase):
         def finish() -> None:
             overwrite(out, rows[source[0]])
 
-        return self._submit("scatter", [out], exchange, finish, like=out, root=root)
+        return self._submit("scatter", [out], exchange, finish, like=out, root=root, fate=EXCHANGED)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         """Send one tensor to each rank, and receive one from each."""
@@ -193,7 +198,7 @@ class MoveCollectives(GroupBase):
         received: list[torch.Tensor] = []
 
         def exchange() -> None:
-            self._check_fits(parts, what)
+            self._check_fits(parts, what, EXCHANGED)
             mine = [bytes_of(part) for part in parts]
             size = members.comm.maximum([max(t.numel() for t in mine)])[0]
             size = -(-size // ALIGN) * ALIGN  # so that elements of any dtype are aligned
@@ -206,9 +211,9 @@ class MoveCollectives(GroupBase):
             for out, row in zip(outs, received, strict=True):
                 overwrite(out, row[: out.numel() * out.element_size()])
 
-        return self._submit(what, result, exchange, finish)
+        return self._submit(what, result, exchange, finish, fate=EXCHANGED)
 
     def barrier(self, opts: Any = None) -> Work:
         """Block until all ranks have called it."""
-        recovers = self._recovers(self._call_site())
-        return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0), recovers=recovers)
+        fate = self._fate(self._call_site())
+        return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0), fate=fate)

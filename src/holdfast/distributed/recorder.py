@@ -68,6 +68,7 @@ class GroupRecorder:
         self._bucket = 0
         self._announced = False
         self._filled: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+        self._scaled_for: set[tuple[int, ...]] = set()
         self.faults: Injector = self._plan_faults() if settings.faults else NoFaults()
 
     @property
@@ -179,12 +180,27 @@ class GroupRecorder:
         return bool(self._alive) and self._numbers[self._alive[0]] == self._rank
 
     def filled(self, collective: str, sources: Mapping[int, int]) -> None:
-        """Record that survivors' values stood in for failed ranks, by the failed rank."""
-        seats, by = (tuple(self._numbers[place] for place in places) for places in (sources, sources.values()))
+        """Record that survivors' values stood in for failed ranks, by the failed rank; -1 if it was a scaled sum."""
+        seats = tuple(self._numbers[place] for place in sources)
+        by = tuple(place if place < 0 else self._numbers[place] for place in sources.values())
         key = (collective, seats, by)
         self._filled[key] = self._filled.get(key, 0) + 1
         if self._filled[key] == 1:
             self._log.write(SeatsFilled(collective=collective, seats=seats, sources=by, count=1))
+
+    def scaled(self, collective: str, place: str, dead: tuple[int, ...], size: int) -> None:
+        """Record that the sum of a collective was scaled for failed ranks, of ``size`` at the start; say it once for them."""
+        self.filled(collective, dict.fromkeys(dead, -1))
+        if dead in self._scaled_for:
+            return
+        self._scaled_for.add(dead)
+        alive = size - len(dead)
+        sys.stderr.write(
+            f"holdfast: {collective} ({place}) is over {alive} of {size} ranks: the script's sums are multiplied by"
+            f" {size}/{alive} from now on, so that sum / world_size stays a mean; --empty-seats survivors leaves them as they"
+            " are, --empty-seats raise raises RanksLost\n"
+        )
+        sys.stderr.flush()
 
     def _write_filled(self) -> None:
         """Record the numbers of filled collectives so far."""

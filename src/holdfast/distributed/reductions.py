@@ -18,9 +18,20 @@ from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.parts import EXCHANGED
 from holdfast.distributed.sparse import SparseCollectives
 from holdfast.distributed.staging import current_staging
-from holdfast.distributed.tensors import ORDER_OF, factor_of, kind_of, name_of, of_its_own, one, overwrite, plain
+from holdfast.distributed.tensors import (
+    ORDER_OF,
+    factor_of,
+    kind_of,
+    name_of,
+    of_its_own,
+    one,
+    overwrite,
+    plain,
+    scaled,
+)
 
 
 class ReduceCollectives(SparseCollectives):
@@ -56,7 +67,7 @@ class ReduceCollectives(SparseCollectives):
         span, adder = SlotSpan(0, flat.numel(), flat.dtype), members.adder
         call_site = self._call_site()
         in_ddp = call_site.is_backward
-        recovers = in_ddp or self._recovers(call_site)
+        fate, place = self._fate(call_site, [tensor]), call_site.place
         step = self._engine.recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
         is_lent = call_site.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
         zero_copy = is_lent and current_staging() is None  # on another device, nothing reads the memory of the result
@@ -64,10 +75,12 @@ class ReduceCollectives(SparseCollectives):
         if zero_copy:
             span, adder = self._behind_the_last(span, call_site), members.lender
         result = [tensor]
+        alive = [self.size()]
 
         def exchange() -> None:
             if root is not None:
-                self._check_alive(root, what)
+                self._check_alive(root, what, fate)
+            alive[0] = len(members.alive)
             if not span.length:
                 members.comm.barrier()
                 return
@@ -79,21 +92,27 @@ class ReduceCollectives(SparseCollectives):
                 term.copy_(flat)
             owners = {rank: rank for rank in members.alive}
             midway = nothing if step is None else lambda: self._engine.recorder.reach_in_sum(*step)
-            sums(span, owners, order=ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=in_ddp), midway=midway)
+            mean = self._mean(kind, span, rescales=in_ddp or fate.scales)
+            sums(span, owners, order=ORDER_OF[kind], mean=mean, midway=midway)
             if not sums.in_place:
                 members.comm.barrier()
 
         def finish() -> None:
             if zero_copy and span.length:
                 result[0] = of_its_own(adder.result(span)).view(tensor.shape)
-            elif span.length and (root is None or root == self._index):
-                overwrite(tensor, adder.result(span))
+                return
+            total = adder.result(span) if span.length else flat
+            if fate.scales and kind in _SUMS and span.dtype != torch.bool and alive[0] < self.size():
+                total = total if _is_inexact(span.dtype) else scaled(total, self.size(), alive[0])
+                self._note_scaled(what, place)
+            if span.length and (root is None or root == self._index):
+                overwrite(tensor, total)
 
         def deliver() -> None:
             if result[0] is not tensor:
                 overwrite(tensor, result[0])
 
-        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=recovers)
+        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, fate=fate)
 
     def _behind_the_last(self, span: SlotSpan, asker: CallSite) -> SlotSpan:
         """Return the place of a bucket whose result DDP reads once all buckets of the backward pass are reduced."""
@@ -103,12 +122,12 @@ class ReduceCollectives(SparseCollectives):
         self._lent_bytes = placed.end
         return placed
 
-    def _mean(self, kind: Any, span: SlotSpan, *, in_ddp: bool) -> MeanDivisor | None:
-        """Return the divisor: DDP has divided by the initial world size, but the mean must be over the survivors."""
+    def _mean(self, kind: Any, span: SlotSpan, *, rescales: bool) -> MeanDivisor | None:
+        """Return the divisor: who divides a sum by the initial size of the group, must get a mean over the survivors."""
         alive, first = len(self._members.alive), len(self._members.ranks)
         if kind is ReduceOp.AVG:
             return MeanDivisor(alive, span.length)
-        if in_ddp and alive < first and kind is ReduceOp.SUM and span.dtype.is_floating_point:
+        if rescales and alive < first and kind in _SUMS and _is_inexact(span.dtype):
             return MeanDivisor(alive / first, span.length)
         return None
 
@@ -136,7 +155,7 @@ class ReduceCollectives(SparseCollectives):
         rows: list[torch.Tensor] = []
 
         def exchange() -> None:
-            self._check_fits(parts, what)
+            self._check_fits(parts, what, EXCHANGED)
             send = torch.zeros(len(members.alive), length, dtype=out.dtype)
             for row, part in zip(send, parts, strict=True):
                 row[: part.numel()] = plain(part)
@@ -149,7 +168,14 @@ class ReduceCollectives(SparseCollectives):
             ORDERS[ORDER_OF[kind]]([(n, row[: out.numel()]) for n, row in enumerate(rows)], result)
             overwrite(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
 
-        return self._submit(what, [out], exchange, finish, like=out)
+        return self._submit(what, [out], exchange, finish, like=out, fate=EXCHANGED)
+
+
+_SUMS = (ReduceOp.SUM, ReduceOp.PREMUL_SUM)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _op_of(options: Any) -> Any:

@@ -1,24 +1,17 @@
 """Values for the empty seats of a gather: which survivor stands in for each failed rank.
 
 A gather by a script that was written for a fixed number of ranks has one place for each rank of the start. With
-``--empty-seats fill``, the place of a failed rank gets the value of the lowest survivor. Only metrics may be filled:
-parts of one state cannot be replaced by another part.
+``--empty-seats fill`` or ``survivors``, the place of a failed rank gets the value of the lowest survivor. Only metrics
+may be filled: parts of one state cannot be replaced by another part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from holdfast.distributed.call_site import CallSite
 from holdfast.errors import RanksLost
-from holdfast.torch_private import is_parameter
-
-
-def is_metric(call_site: CallSite, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a gather of ``tensors`` is one of metrics, as far as can be seen: of no shards of a model."""
-    return not any(map(is_parameter, tensors)) and not call_site.gathers_state
 
 
 class SeatFiller:

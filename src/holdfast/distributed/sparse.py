@@ -28,6 +28,7 @@ class SparseCollectives(GroupBase):
             raise ValueError(f"{what} of sparse tensors is a sum, got {op}")
         call_site = self._call_site()
         in_ddp = call_site.is_backward
+        fate, place = self._fate(call_site, [tensor]), call_site.place
         recorder = self._engine.recorder
         step = recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
         mine = tensor.detach().coalesce()
@@ -45,7 +46,9 @@ class SparseCollectives(GroupBase):
             for term in terms[1:]:
                 total = total + term
             alive, first = len(terms), len(self._members.ranks)
-            if in_ddp and alive < first:  # DDP has divided by the initial world size
+            if (in_ddp or fate.scales) and alive < first:  # DDP has divided by the initial world size, a script will
+                if fate.scales:
+                    self._note_scaled(what, place)
                 total = total / (alive / first)
             result[0] = total.coalesce()
 
@@ -54,10 +57,7 @@ class SparseCollectives(GroupBase):
                 with torch.no_grad():
                     tensor.copy_(result[0])
 
-        recovers = in_ddp or self._recovers(call_site)
-        return self._submit(
-            what, result, exchange, finish, deliver=deliver, inputs=[tensor], recovers=recovers, is_dense=False
-        )
+        return self._submit(what, result, exchange, finish, deliver=deliver, inputs=[tensor], fate=fate, is_dense=False)
 
     def _gather_sparse(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the tensor of each surviving rank; ``ScriptError`` on all ranks if their shapes or dtypes differ."""

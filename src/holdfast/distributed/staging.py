@@ -22,7 +22,6 @@ import torch
 
 from holdfast.comm.device import DEVICES, Device, DeviceEvent, DeviceStream, Wait, device_of
 from holdfast.errors import ConfigError
-from holdfast.torch_private import is_parameter
 
 
 class Staging:
@@ -54,8 +53,6 @@ class Staging:
         twin = self._on.host_memory(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
         if reads and tensor.numel():
             self._on.copy(twin, tensor.detach(), DeviceStream.TO_HOST)
-        if is_parameter(tensor):
-            twin.requires_grad_()  # parameters are told from metrics by this
         self._twins[id(twin)] = (twin, tensor)
         return twin
 

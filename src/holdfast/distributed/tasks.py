@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.comm.base import Message
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.parts import Fate
 from holdfast.distributed.work import PendingWork
 
 
@@ -17,18 +18,29 @@ class Collective:
     Args:
         exchange: Everything that communicates, including a last barrier.
         finish: Copies the result to its destination; local.
-        recovers: It is retried over the survivors after a failure.
+        fate: What becomes of it after a failure.
         signature: Description that must be the same on all ranks.
+        root: Global rank whose tensor it needs, or that needs its result; -1 for none.
     """
 
     group: GroupMembers
     what: str
     exchange: Callable[[], None]
     finish: Callable[[], None]
-    recovers: bool
+    fate: Fate
     work: PendingWork
     signature: str = ""
+    root: int = -1
     begun_s: float = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it fails because of ranks that failed in it, or before in one that the script has not seen fail."""
+        group = self.group
+        if self.fate.recovers or not group.failed:
+            return False
+        is_late = self.fate.is_part and bool(group.dead) and min(group.failed) < group.completed
+        return is_late or group.completed in group.failed
 
 
 @dataclass(slots=True)

@@ -114,6 +114,15 @@ def overwrite(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     tensor.detach().copy_(data.view(tensor.shape))
 
 
+def scaled(numbers: torch.Tensor, factor: int, divisor: int) -> torch.Tensor:
+    """Return integers times ``factor / divisor``, computed exactly and rounded to the nearest; halves up."""
+    whole = numbers.long()
+    quotient = whole.div(divisor, rounding_mode="floor")
+    rest = whole - quotient * divisor
+    more = (2 * rest * factor + divisor).div(2 * divisor, rounding_mode="floor")
+    return (quotient * factor + more).to(numbers.dtype)
+
+
 def split(whole: torch.Tensor, sizes: Sequence[int] | None, count: int, what: str) -> list[torch.Tensor]:
     """Return ``whole`` split along its first dimension, into ``count`` equal pieces if there are no ``sizes``."""
     rows = whole.shape[0] if whole.dim() else 0

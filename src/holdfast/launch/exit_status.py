@@ -71,7 +71,8 @@ def why_not_again(
         return JobBroken(f"stopped on request, but the workers died before they could save: {lost.reason}")
     if 0 < job.max_no_progress <= in_vain:
         message = f"no new step was committed since {in_vain} restarts (--max-no-progress {job.max_no_progress})"
-        return JobBroken(f"{message}: {lost.reason}", unexplained=True, is_final=not could_not_connect)
+        is_final = lost.is_final and not could_not_connect
+        return JobBroken(f"{message}: {lost.reason}", unexplained=True, is_final=is_final)
     if restarts >= job.max_restarts:
         times = {1: "once", 2: "twice"}.get(restarts + 1, f"{restarts + 1} times")
         message = f"the job was lost {times}, and --max-restarts is {job.max_restarts}: {lost.reason}"

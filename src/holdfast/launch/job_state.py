@@ -72,9 +72,10 @@ class JobBroken(Verdict):
 
 @dataclass(frozen=True, slots=True)
 class JobLost(Verdict):
-    """The job is lost, and may be restarted."""
+    """The job is lost, and may be restarted. ``is_final``: if that does not help, the same would happen once more."""
 
     reason: str
+    is_final: bool = True
 
 
 @dataclass(slots=True)
@@ -336,6 +337,8 @@ class JobState:
         start = self._start
         excused = start.excused | {rank for rank, word in start.finished.items() if word.outcome != "done"}
         failed = [f for f in start.failed if f.rank not in excused]
+        if failed and all(record.is_loss for record in failed):  # what the lost ranks held, the survivors cannot replace
+            return JobLost(min(failed, key=lambda f: (f.t_s, f.rank)).message, is_final=False)
         if failed:
             first = min(failed, key=lambda f: (f.t_s, f.rank))
             where = "" if first.exit_code == 2 else self._where(first.rank, first.step)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from holdfast.config import Settings
 from holdfast.debug.handlers import handlers_path, serve_handlers
 from holdfast.debug.stacks import stack_path, write_stacks_on_signal
-from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError
+from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
 from holdfast.launch.device_loss import device_loss
 from holdfast.launch.gpus import for_slot, hint_for
 from holdfast.launch.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
@@ -333,7 +333,10 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
         message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         message += hint_for(message)
     exit_code = 2 if isinstance(error, ConfigError) else 1
-    return ScriptFailed(exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error))
+    is_loss = is_of_lost_ranks(error)
+    return ScriptFailed(
+        exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error) and not is_loss, is_loss=is_loss
+    )
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep

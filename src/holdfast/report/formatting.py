@@ -153,12 +153,14 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
 
 
 def _filled(r: Mapping[str, Any]) -> str:
-    """Return in which collectives survivors' values stood in for failed ranks."""
+    """Return in which collectives survivors' values stood in for failed ranks, or sums were scaled for them."""
     by: dict[int, list[int]] = {}
     for seat, source in zip(r["seats"], r["sources"], strict=True):
         by.setdefault(source, []).append(seat)
     who = [
-        f"the value of rank {source} stood in for that of rank{'s' * (len(seats) > 1)} {listing(seats)}"
+        f"the sum was scaled for rank{'s' * (len(seats) > 1)} {listing(seats)}"
+        if source < 0
+        else f"the value of rank {source} stood in for that of rank{'s' * (len(seats) > 1)} {listing(seats)}"
         for source, seats in by.items()
     ]
     return f"{listing(who)} in {count(r['count'], 'call')} of {r['collective']}"

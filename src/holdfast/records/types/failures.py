@@ -87,7 +87,7 @@ class Recovered(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatsFilled(Record):
-    """A survivor's value stood in for failed ranks in a collective of ``torch.distributed`` with one tensor a rank.
+    """A survivor's value stood in for failed ranks in a gather of ``torch.distributed``, or a sum was scaled for them.
 
     Written at the first such collective of each kind, and again with their number so far, if there were more, at each
     later recovery and at the end.
@@ -95,7 +95,7 @@ class SeatsFilled(Record):
     Args:
         collective: Its name, such as ``all_gather``.
         seats: The failed ranks.
-        sources: For each of them, the rank whose value stood in.
+        sources: For each of them, the rank whose value stood in; -1 if the collective was a sum, and scaled.
         count: Number of such collectives so far.
     """
 

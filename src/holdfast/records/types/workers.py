@@ -58,12 +58,14 @@ class ScriptFailed(Record):
         message: One line.
         traceback: The script's own frames, or "".
         is_bug: Whether the script would raise it again: neither lost workers nor the storage are the cause.
+        is_loss: Whether a collective of ``torch.distributed`` needed failed ranks (:class:`~holdfast.errors.RanksLost`).
     """
 
     exit_code: int
     message: str
     traceback: str
     is_bug: bool = False
+    is_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
