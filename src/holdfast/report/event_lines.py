@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Sequence
 
+from holdfast.records.texts import RANK_0_LOST
 from holdfast.records.types import (
     ActionRequested,
     CheckpointSaved,
@@ -13,6 +14,7 @@ from holdfast.records.types import (
     FaultFired,
     Finished,
     JobRestarted,
+    LeadLost,
     Left,
     Record,
     Recovered,
@@ -107,6 +109,8 @@ class EventFormatter:
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
             case Recovered() if record.rank in record.joined:
                 return (), None  # it did not pause the others, and does not know for how long they paused
+            case LeadLost():
+                return ("lead",), RANK_0_LOST
             case SeatTaken():
                 return ("seat", record.worker), _seat_taken(record)
             case Recovered():
