@@ -6,14 +6,18 @@ with ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
 
 When a rank fails, the all-reduces of ``DistributedDataParallel`` are retried over the survivors and averaged over them.
 In a gather of metrics a survivor's value stands in for the failed rank's (``--empty-seats``). Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
-Ranks and group sizes do not change; :func:`alive` returns the surviving ranks. With ``--spares`` or ``--respawn``, a new
+Ranks and group sizes do not change; :func:`alive` returns the surviving ranks, and :func:`is_lead` whether this is the
+lowest of them, which saves and logs. With ``--spares`` or ``--respawn``, a new
 process takes the rank of a failed one, if the script calls :func:`register`.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from holdfast.distributed.group import HoldfastGroup
 
 
 def autoload() -> None:
@@ -35,7 +39,7 @@ from holdfast.distributed.registering import register  # noqa: E402
 from holdfast.distributed.rendezvous import watch_rendezvous  # noqa: E402
 from holdfast.errors import RanksLost  # noqa: E402
 
-__all__ = ["RanksLost", "alive", "register"]
+__all__ = ["RanksLost", "alive", "is_lead", "register"]
 
 BACKEND = "holdfast"
 """Backend name for ``init_process_group``."""
@@ -52,7 +56,50 @@ def alive(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, HoldfastGroup):
         raise ValueError(f"alive() is for groups of the {BACKEND!r} backend, got {group}")
-    return group.alive
+    return Survivors(group) if group is dist.group.WORLD else group.alive
+
+
+class Survivors(tuple[int, ...]):
+    """The surviving ranks. A script that takes the first one asks for the lead, as by :func:`is_lead`."""
+
+    def __new__(cls, group: HoldfastGroup) -> Self:
+        """Return the ranks of ``group`` that are alive."""
+        ranks = super().__new__(cls, group.alive)
+        ranks._group = group
+        return ranks
+
+    _group: HoldfastGroup
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one rank, or a slice."""
+        rank = super().__getitem__(index)
+        if index == 0:
+            self._group.engine.recorder.asked_lead(rank == self._group.rank())
+        return rank
+
+
+def is_lead() -> bool:
+    """Return whether this is the lowest surviving rank, as far as this rank knows: the one that saves and logs.
+
+    ::
+
+        if holdfast.distributed.is_lead():  # in place of: if dist.get_rank() == 0
+            torch.save(model.module.state_dict(), "model.pt")
+
+    Ask each time, as another rank becomes the lead when the lead is lost. Collectives must not stand under it: the other
+    ranks do not call them. In a process group of another backend this is rank 0, and without one as well; a script that
+    is started alone is rank 0.
+    """
+    from holdfast.distributed.group import HoldfastGroup
+
+    if not dist.is_initialized():
+        return int(os.environ.get("RANK") or 0) == 0
+    group = dist.group.WORLD
+    if not isinstance(group, HoldfastGroup):
+        return dist.get_rank() == 0
+    answer = group.alive[0] == group.rank()
+    group.engine.recorder.asked_lead(answer)
+    return answer
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import queue
 import sys
 import threading
@@ -31,6 +32,7 @@ from holdfast.comm.subgroup import Subgroup
 from holdfast.config import Settings
 from holdfast.device_errors import DeviceFailure, classify
 from holdfast.distributed.joining import Joining
+from holdfast.distributed.long_waits import LongWaits
 from holdfast.distributed.meeting import Meeting
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
@@ -81,6 +83,7 @@ class CommThread:
         self._left = False
         self._current: Collective | None = None
         self._said_waits = False
+        self._is_at_gate = False
         self._history: list[tuple[frozenset[int], dict[int, int]]] = []
         self.recorder: GroupRecorder
         self.world: SeatedCommunicator
@@ -157,7 +160,8 @@ class CommThread:
         return job.work
 
     def _complete_futures(self) -> None:
-        """Complete futures, whose callbacks may wait for later collectives; give up a collective that times out."""
+        """Complete futures, whose callbacks may wait for later collectives; publish and give up what takes too long."""
+        waits = LongWaits(lambda wait, seats: self.recorder.note_wait(wait, seats))
         while True:
             try:
                 answer = self._answers.get(timeout=_WATCH_EVERY_S)
@@ -166,6 +170,7 @@ class CommThread:
                 current = self._current
                 if current is not None and time.monotonic() - current.begun_s > current.work.timeout_s:
                     self.give_up(current.work)
+                run_aside("showing a long wait", functools.partial(waits.look, current), None)
 
     def give_up(self, work: PendingWork) -> None:
         """End a collective that has timed out; its group becomes unusable, all others remain usable."""
@@ -257,10 +262,9 @@ class CommThread:
 
     def _publish_waits(self) -> None:
         self._said_waits = self._waits
-        if self._current is not None:
-            limit_s = self._current.work.timeout_s
-        else:
-            limit_s = max((transfer.work.timeout_s for transfer in self._transfers), default=0.0)
+        works = [transfer.work for transfer in self._transfers] if self._current is None else [self._current.work]
+        # at the gate it is done, and the others may take as long as they like
+        limit_s = math.inf if self._is_at_gate else max((work.timeout_s for work in works), default=0.0)
         run_aside(
             "showing what the rank waits for", lambda: self.recorder.publish_waits(self._said_waits, limit_s), None
         )
@@ -268,7 +272,11 @@ class CommThread:
     @property
     def _waits(self) -> bool:
         """Whether this rank waits for others. A message that was begun early is no wait yet."""
-        return self._current is not None or any(transfer.work.is_awaited for transfer in self._transfers)
+        return (
+            self._is_at_gate
+            or self._current is not None
+            or any(transfer.work.is_awaited for transfer in self._transfers)
+        )
 
     # -- collectives
 
@@ -438,8 +446,13 @@ class CommThread:
         return top
 
     def _pass_gate(self) -> None:
+        self.recorder.script_ended({group.key: group.completed for group in self._groups.values()})
+        self._is_at_gate = True
+        self._publish_waits()
         self._dismiss_unseated()
         pass_gate(self.world, self._recover_at_gate)
+        self._is_at_gate = False
+        self._publish_waits()
         self.recorder.finished()
 
     def _recover_at_gate(self) -> None:

@@ -5,6 +5,7 @@ A step is one backward pass in which ``DistributedDataParallel`` all-reduces gra
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from holdfast.clock import SystemClock
 from holdfast.comm.launchers import chosen
-from holdfast.config import Settings
+from holdfast.config import RESPAWNS, Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FLIP, Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
@@ -23,16 +24,21 @@ from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
+from holdfast.records.texts import RANK_0_LOST
 from holdfast.records.types import (
+    CollectiveAwaited,
     DeviceLost,
     FailureSeen,
     FaultFired,
     Finished,
+    LeadLost,
     Recovered,
     RunStarted,
+    ScriptEnded,
     SeatsFilled,
     SeatTaken,
     StepCommitted,
+    WriterDeclared,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +73,8 @@ class GroupRecorder:
         self._step = -1
         self._bucket = 0
         self._announced = False
+        self._answers: set[bool] = set()
+        self._lead_lost = False
         self._filled: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         self._scaled_for: set[tuple[int, ...]] = set()
         self.faults: Injector = self._plan_faults() if settings.faults else NoFaults()
@@ -80,6 +88,17 @@ class GroupRecorder:
         """Publish whether this rank is in a collective, or in the wait for a message; unless a session says what it does."""
         if not has_session():
             self._beacon.mark_collective(waits=waits, is_patient=timeout_s > _USUAL_TIMEOUT_S)
+
+    def asked_lead(self, answer: bool) -> None:
+        """Note that the script has asked whether this rank is the lead."""
+        if answer not in self._answers:
+            self._answers.add(answer)
+            self._log.write(WriterDeclared(how="is_lead", is_lead=answer))
+
+    def note_wait(self, wait: CollectiveAwaited, seats: Sequence[int]) -> None:
+        """Record a wait for the ranks ``seats``, or its end."""
+        if not has_session():
+            self._log.write(dataclasses.replace(wait, members=tuple(self._numbers[seat] for seat in seats)))
 
     # -- steps
 
@@ -152,6 +171,24 @@ class GroupRecorder:
         if self._is_lead() and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))
             sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(self._alive)} ranks\n")
+        self._check_rank_0(world)
+
+    def _check_rank_0(self, world: SeatedCommunicator) -> None:
+        """Say once that rank 0 is lost, if the script may have left duties to it."""
+        can_be_taken = self.settings.spares or RESPAWNS in os.environ
+        if (
+            0 in world.holders
+            or not self._is_lead()
+            or self._lead_lost
+            or self._answers
+            or can_be_taken
+            or has_session()
+        ):
+            return
+        self._lead_lost = True
+        self._log.write(LeadLost())
+        if not self.is_watched:  # otherwise the launcher does
+            sys.stderr.write(f"holdfast: {RANK_0_LOST}\n")
 
     def _note_recovered(
         self, lost: tuple[int, ...], joined: tuple[int, ...], alive: tuple[int, ...], generation: int
@@ -225,6 +262,12 @@ class GroupRecorder:
         details: dict[str, Any] = how | unknown
         fabric = chosen(self.settings.fabric)
         self._log.write(RunStarted(step=0, fabric=fabric, strategy="forward", workers=count, slices=count, **details))
+
+    def script_ended(self, completed: Mapping[int, int]) -> None:
+        """Record that the script calls no further collective; ``completed`` is their number in each group, by its key."""
+        if not has_session():
+            ended = ScriptEnded(steps=self._step + 1, groups=tuple(completed), completed=tuple(completed.values()))
+            self._log.write(ended)
 
     def finished(self) -> None:
         """Record the end of the job: no other rank needs this one any more."""

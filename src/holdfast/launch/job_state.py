@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.faults.plan import ENDS
+from holdfast.launch.duties import Duties
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.types import (
     CheckpointSaved,
@@ -97,6 +98,7 @@ class _Start:
     connected: set[int] = field(default_factory=set)
     phases: dict[int, str] = field(default_factory=dict)
     given_up: str = ""
+    duties: Duties = field(default_factory=Duties)
 
 
 class JobState:
@@ -132,6 +134,7 @@ class JobState:
         self.restarts_in_vain += 1
         self._gone = (self._gone | {*self._start.ranks, *self._start.processes, *self._start.waiting}) - {*ranks}
         self._start = _Start(tuple(ranks), tuple(ranks[:1] if self._virtual else ranks))
+        self._start.duties.holder = ranks[0]
         self._highest = max((self._highest, *ranks))
         self._closed = False
 
@@ -222,6 +225,7 @@ class JobState:
             return
         if record.t_s > start.lost_s.get(record.rank, record.t_s) and record.rank not in {f.rank for f in start.failed}:
             start.excused.add(record.rank)  # it was given up before, and noticed
+        start.duties.apply(record)
         match record:
             case RunStarted():
                 start.begun.add(record.rank)
@@ -293,6 +297,7 @@ class JobState:
             or self._script_fault()
             or self._poisoned()
             or self._all_over(running, crash)
+            or self._blocked()
             or self._stands_still(now_s)
         )
 
@@ -401,6 +406,8 @@ class JobState:
         if self._virtual and not passed and any(end.exit_code == 0 for end in start.ended.values()):
             passed = list(start.finished.values())
         gave_up = [word for word in start.finished.values() if word.outcome != "done"]
+        if passed and not gave_up and (missing := self._missing({word.rank for word in passed})):
+            return JobBroken(missing)
         if passed or gave_up:
             return JobCompleted(min(gave_up or passed, key=lambda word: word.rank))
         if not start.begun and not start.ended and crash:
@@ -408,6 +415,19 @@ class JobState:
         if not start.begun and not start.ended:
             return JobBroken("the workers did not start", unexplained=True)
         return JobLost(self._how_lost())
+
+    def _missing(self, ended_well: set[int]) -> str:
+        """Return what a job whose training is complete may lack, because a worker died that was to write it; or ""."""
+        start = self._start
+        died_late = {rank for rank in start.finished if rank in start.ended and start.ended[rank].exit_code < 0}
+        return start.duties.missing(ended_well, died_late - start.lost_s.keys() - start.left)
+
+    def _blocked(self) -> Verdict | None:
+        """Return the verdict if ranks wait in a collective of ``torch.distributed`` that another will never call."""
+        living = self.living()
+        why = self._start.duties.blocked(living)
+        has_lost = len(living) < len(self._start.processes)  # which may be why the ranks differ
+        return JobBroken(why, is_final=not has_lost) if why else None
 
     def _how_lost(self) -> str:
         ends = [f"rank {rank} {self._cause(end)}" for rank, end in sorted(self._start.ended.items())]

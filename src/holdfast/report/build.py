@@ -22,6 +22,7 @@ from holdfast.records.types import (
     ScriptFailed,
     StragglerSeen,
     ValuesAltered,
+    WorkerEnded,
 )
 from holdfast.report.formatting import DISTRIBUTED
 from holdfast.report.goodput import goodput_of
@@ -168,9 +169,13 @@ def _happenings(history: History) -> dict[str, Any]:
 
 
 def _finished(history: History) -> dict[int, Finished]:
-    """Return by rank the workers that passed the gate, in the last life in which any worker did."""
+    """Return by rank the workers that passed the last gate and lived on, in the last life in which any worker did."""
     for life in reversed(history.lives):
-        if records := life.of(Finished):
+        begun_s = {record.rank: record.t_s for record in life.of(RunStarted)}
+        died = {record.rank for record in life.of(WorkerEnded) if record.exit_code < 0}
+        # a worker that has begun another loop has passed the gate of an earlier one only
+        records = [r for r in life.of(Finished) if r.t_s >= begun_s.get(r.rank, r.t_s) and r.rank not in died]
+        if records:
             last = {record.rank: record for record in sorted(records, key=lambda r: r.rank)}
             end = max(record.step for record in records)
             # A worker that passed only the gate of an earlier training loop has since failed or left.

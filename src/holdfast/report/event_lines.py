@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Sequence
 
+from holdfast.records.texts import RANK_0_LOST
 from holdfast.records.types import (
     ActionRequested,
     CheckpointSaved,
@@ -13,6 +14,7 @@ from holdfast.records.types import (
     FaultFired,
     Finished,
     JobRestarted,
+    LeadLost,
     Left,
     Record,
     Recovered,
@@ -107,6 +109,8 @@ class EventFormatter:
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
             case Recovered() if record.rank in record.joined:
                 return (), None  # it did not pause the others, and does not know for how long they paused
+            case LeadLost():
+                return ("lead",), RANK_0_LOST
             case SeatTaken():
                 return ("seat", record.worker), _seat_taken(record)
             case Recovered():
@@ -132,7 +136,9 @@ class EventFormatter:
         # Under torch.distributed, before the first step or without steps, no step can be named.
         has_no_step = record.decision == "continue" and self._started is None
         if has_no_step:  # whether a script continues depends on its next collective
-            return "; ".join([*parts, f"{_ranks(record.survivors)} {'is' if len(record.survivors) == 1 else 'are'} left"])
+            return "; ".join(
+                [*parts, f"{_ranks(record.survivors)} {'is' if len(record.survivors) == 1 else 'are'} left"]
+            )
         if record.decision in ("redo", "grow") and not record.redone_steps:
             verb = "continues" if len(record.survivors) == 1 else "continue"
             return "; ".join([*parts, f"{_ranks(record.survivors)} {verb}"])

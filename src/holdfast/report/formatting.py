@@ -293,7 +293,8 @@ def _what_happened(report: Mapping[str, Any]) -> str:
     if len(failures) == 1:
         step = failures[0]["step"]
         subject = f"{one.capitalize()} {ranks[0]}{f' of {started}' if of else ''} {what.replace('were', 'was')}"
-        subject += "" if step is None else f" at step {step}"
+        after = "" if is_distributed(report) or not report["steps"] else " after training"
+        subject += after if step is None else f" at step {step}"
     elif len(ranks) == len(failures):
         subject = f"{len(ranks)} of {count(started, one)} {what}" if of else f"{count(len(ranks), one)} {what}"
     else:

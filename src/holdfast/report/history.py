@@ -272,6 +272,8 @@ class History:
 
     def _ended(self, life: JobLife, rank: int) -> LostWorker:
         ends = [r for r in life.of(WorkerEnded) if r.rank == rank]
+        if rank in life.died_late:
+            return LostWorker(rank=rank, kind=_kind(life, rank), step=-1, phase="", injected=False, t_s=ends[0].t_s)
         seen = [r for r in life.of(FailureSeen) if r.rank != rank]
         committed = max((r.step for r in life.of(StepCommitted)), default=-1)
         t_s = min([r.t_s for r in (*ends, *seen[:1])], default=life.restart.t_s if life.restart else 0.0)

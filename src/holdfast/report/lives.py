@@ -215,13 +215,23 @@ class JobLife:
         recovered_s: dict[int, float] = {}
         return [_recovery(said, seen_by, recovered_s) for _, said in sorted(by_generation.items())]
 
+    @cached_property
+    def died_late(self) -> set[int]:
+        """Workers that passed the last gate and died before their script ended, while others ended well."""
+        finished = {record.rank for record in self.of(Finished)}
+        codes = {record.rank: record.exit_code for record in self.of(WorkerEnded)}
+        if all(codes.get(rank) != 0 for rank in finished) or any(record.rank >= 0 for record in self.of(ScriptFailed)):
+            return set()  # the launcher has ended them
+        recovered = {rank for record in self.of(Recovered) for rank in record.lost}
+        return {rank for rank in finished if codes.get(rank, 0) < 0} - recovered
+
     def unnoticed(self, explained: set[int]) -> Iterator[WorkerEnded]:
         """Yield deaths by a signal that no survivor recorded.
 
         If no worker finished, only the first counts: the launcher ends all other workers when it gives the job up.
         """
         finished = {r.rank for r in self.of(Finished)}
-        quiet = explained | finished | {r.rank for r in self.of(ScriptFailed)}
+        quiet = explained | (finished - self.died_late) | {r.rank for r in self.of(ScriptFailed)}
         deaths = [r for r in self.of(WorkerEnded) if r.exit_code < 0 and r.rank in self.members]
         if finished:
             yield from (r for r in deaths if r.rank not in quiet)

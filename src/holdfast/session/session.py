@@ -25,6 +25,7 @@ from holdfast.models.loss import check_name
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.trainables import make_trainable
 from holdfast.records.paths import stop_path
+from holdfast.records.types import WriterDeclared
 from holdfast.recovery.messages import Note
 from holdfast.session import gradient_hook
 from holdfast.session.connecting import check_device, connect_job
@@ -32,6 +33,7 @@ from holdfast.session.launched import as_launched
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
+from holdfast.session.saving import save_atomically
 from holdfast.session.step import Step
 from holdfast.state.catch_up import catch_up_first, join_training
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
@@ -110,6 +112,8 @@ class Session:
         if (backend := sys.modules.get("holdfast.distributed.comm_thread")) is not None:
             backend.check_session()
         note_session(self._settings, is_replicated=self._trainable.is_replicated)
+        self._model: Any = model
+        self._declared: set[tuple[str, bool, bool]] = set()
         self._total_steps = total_steps
         self._given_comm = comm
         self._job: JobContext | None = None
@@ -284,6 +288,36 @@ class Session:
             for record in job.loops.finished
         ]
 
+    def save(self, path: str | Path, obj: Any = None) -> None:
+        """Write a file that is complete or not there at all, whichever worker dies while it is written.
+
+        Call it on every worker, not under ``is_lead``. Each writes a temporary file, which replaces ``path`` once it is
+        complete; the replicas are equal, so all write the same, and the file is there when the call returns. It costs
+        every worker the time to write the object.
+
+        Args:
+            path: The file; with the suffix ``.safetensors`` it has that format, otherwise that of ``torch.save``.
+            obj: What to save, equal on all workers, such as a dict; default: the ``state_dict`` of the model. Of a
+                Pipeline or Sharded model it is complete after training only.
+
+        Raises:
+            ConfigError: if the package ``safetensors`` is needed and not installed.
+            CheckpointError: if the file cannot be written.
+        """
+        self._declare("save")
+        whole = (
+            getattr(self._model, "module", self._model) if isinstance(self._model, Pipeline | Sharded) else self._model
+        )
+        save_atomically(whole.state_dict() if obj is None else obj, Path(path), self.rank)
+
+    def _declare(self, how: str) -> None:
+        """Record which worker writes what the script writes, as far as this call says; each answer once."""
+        job = self._connect()
+        declared = (how, job.is_lead, self._training)
+        if declared not in self._declared:
+            self._declared.add(declared)
+            job.log.write(WriterDeclared(how=how, is_lead=job.is_lead, in_loop=self._training))
+
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """Tell the health monitor that the code inside may take long, so that this worker does not count as stuck.
@@ -310,6 +344,7 @@ class Session:
     @property
     def is_lead(self) -> bool:
         """Whether this is the lowest surviving rank, which prints and writes output that is needed once."""
+        self._declare("is_lead")
         return self._connect().is_lead
 
     @property

@@ -30,14 +30,18 @@ from holdfast.records.types.training import (
 from holdfast.records.types.workers import (
     ActionRequested,
     CaughtUp,
+    CollectiveAwaited,
     DeviceLost,
     JobRestarted,
+    LeadLost,
     Left,
+    ScriptEnded,
     ScriptFailed,
     StragglerSeen,
     WorkerEnded,
     WorkerFenced,
     WorkerRefused,
+    WriterDeclared,
 )
 
 __all__ = [
@@ -45,6 +49,7 @@ __all__ = [
     "ActionRequested",
     "CaughtUp",
     "CheckpointSaved",
+    "CollectiveAwaited",
     "CorruptionFound",
     "CorruptionHealed",
     "DeviceLost",
@@ -54,6 +59,7 @@ __all__ = [
     "HistogramLogged",
     "ImageLogged",
     "JobRestarted",
+    "LeadLost",
     "Left",
     "PartRestored",
     "PartsHeld",
@@ -62,6 +68,7 @@ __all__ = [
     "Reinitialised",
     "RunStarted",
     "SamplesLost",
+    "ScriptEnded",
     "ScriptFailed",
     "SeatTaken",
     "SeatsFilled",
@@ -75,4 +82,5 @@ __all__ = [
     "WorkerEnded",
     "WorkerFenced",
     "WorkerRefused",
+    "WriterDeclared",
 ]

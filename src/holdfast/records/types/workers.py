@@ -82,6 +82,66 @@ class WorkerEnded(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriterDeclared(Record):
+    """The script of ``rank`` has declared which worker writes its output. Written at the first call that differs.
+
+    Args:
+        how: ``"is_lead"``: it asked whether this worker is the lead; ``"save"``: it called ``session.save``, by which every
+            worker writes.
+        is_lead: Whether this worker is the lead, the lowest rank alive.
+        in_loop: The call was made inside a loop of a session, so that it says nothing about what the script writes later.
+    """
+
+    how: str
+    is_lead: bool
+    in_loop: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeadLost(Record):
+    """Rank 0 of ``torch.distributed`` is lost, no newcomer may take its seat, and the script has not asked who leads.
+
+    Written by the lowest survivor: what the script does under ``rank == 0`` no longer happens.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveAwaited(Record):
+    """``rank`` has waited for some seconds in a collective of ``torch.distributed``; or that wait has ended.
+
+    Args:
+        what: The collective, such as ``all_reduce(SUM)``; "" if the wait has ended.
+        signature: What must be the same on all ranks: the collective, the type and shape of the tensor, the root.
+        where: Line of the script, such as ``train.py, line 33``; "" if it is not known.
+        group: Key of the process group.
+        number: Number of collectives that have ended in that group.
+        members: The workers of the group that are alive.
+    """
+
+    what: str
+    signature: str = ""
+    where: str = ""
+    group: int = 0
+    number: int = 0
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptEnded(Record):
+    """The script of ``rank`` has ended, under ``torch.distributed``: it calls no further collective.
+
+    Args:
+        steps: Its steps of ``DistributedDataParallel``.
+        groups: Keys of its process groups.
+        completed: For each of them, the number of collectives that have ended.
+    """
+
+    steps: int
+    groups: tuple[int, ...]
+    completed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerSeen(Record):
     """``rank`` has been slower than the other workers for some time.
 

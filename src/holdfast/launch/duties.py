@@ -1,0 +1,144 @@
+"""What only one worker does, such as saving: whether it was done, and whether ranks wait for one that has left. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.records.texts import UNDER_RANK_0, USE_IS_LEAD
+from holdfast.records.types import (
+    CollectiveAwaited,
+    Record,
+    RunStarted,
+    ScriptEnded,
+    SeatTaken,
+    WriterDeclared,
+)
+from holdfast.report.formatting import count, listing
+from holdfast.report.history import is_distributed
+
+
+@dataclass(slots=True)
+class Duties:
+    """The workers' declarations in one start of the job.
+
+    Args:
+        holder: The worker that holds seat 0.
+    """
+
+    holder: int = -1
+    _is_distributed: bool = False
+    _declared: dict[int, list[WriterDeclared]] = field(default_factory=dict)
+    _ended: dict[int, ScriptEnded] = field(default_factory=dict)
+    _awaited: dict[int, CollectiveAwaited] = field(default_factory=dict)
+
+    def apply(self, record: Record) -> None:
+        """Take one record."""
+        match record:
+            case RunStarted():
+                self._is_distributed = is_distributed(record)
+            case SeatTaken(seat=0):
+                self.holder = record.worker
+            case WriterDeclared():
+                self._declared.setdefault(record.rank, []).append(record)
+            case ScriptEnded():
+                self._ended[record.rank] = record
+            case CollectiveAwaited(what=""):
+                self._awaited.pop(record.rank, None)
+            case CollectiveAwaited():
+                self._awaited[record.rank] = record
+
+    # -- the end of the job
+
+    def missing(self, ended_well: Collection[int], died_late: Collection[int]) -> str:
+        """Return what a job that has ended may lack, and what to do, in a sentence; "" if it lacks nothing.
+
+        Args:
+            ended_well: Workers whose script has ended with 0.
+            died_late: Workers that died after training, and whose loss the others have not recovered from.
+        """
+        if self._is_distributed:
+            return "" if self.holder in ended_well else self._missing_of_rank_0(ended_well)
+        return self._missing_after_training(ended_well, died_late) if died_late else ""
+
+    def _missing_of_rank_0(self, ended_well: Collection[int]) -> str:
+        calls = self._calls(ended_well)
+        if any(call.is_lead for call in calls):  # a survivor has taken the duties over
+            return ""
+        if calls:
+            return (
+                "the lead was lost, and no survivor has asked holdfast.distributed.is_lead() since: what the script writes"
+                " last may be missing. Start it again, so that it resumes from its own snapshot"
+            )
+        return (
+            f"rank 0 was lost: {UNDER_RANK_0} has not happened since. Start it again, so that it resumes from its own"
+            f" snapshot; or {USE_IS_LEAD}"
+        )
+
+    def _missing_after_training(self, ended_well: Collection[int], died_late: Collection[int]) -> str:
+        calls = self._calls(ended_well)
+        writes_all = any(call.how == "save" for call in calls)
+        asks = any(call.how == "is_lead" for call in calls)
+        asks_later = any(call.how == "is_lead" and not call.in_loop for call in calls)
+        lead_died = min(died_late) < min(ended_well)
+        if (writes_all and not asks_later) or (asks and not lead_died):
+            return ""
+        ranks = f"worker{'s' * (len(died_late) > 1)} {listing(sorted(died_late))}"
+        was = "was" if len(died_late) == 1 else "were"
+        return (
+            f"{ranks} {was} lost after training, before the script had ended: what it writes last, such as the trained"
+            " model, may be missing or incomplete. session.save(path) writes a file that survives this"
+        )
+
+    def _calls(self, ranks: Collection[int]) -> list[WriterDeclared]:
+        return [call for rank in ranks for call in self._declared.get(rank, ())]
+
+    # -- ranks that wait in vain
+
+    def blocked(self, living: Sequence[int]) -> str:
+        """Return why collectives that ``living`` wait in can never complete, in a sentence; "" if they may."""
+        waiting = {rank: self._awaited[rank] for rank in living if rank in self._awaited}
+        return self._left_behind(waiting, living) or self._mismatched(waiting, living)
+
+    def _left_behind(self, waiting: Mapping[int, CollectiveAwaited], living: Sequence[int]) -> str:
+        for wait in waiting.values():
+            members = [rank for rank in wait.members if rank in living]
+            left = [rank for rank in members if self._never_calls(rank, wait)]
+            others = [rank for rank in members if rank not in left]
+            if left and all(rank in waiting for rank in others):  # one that still saves is not interrupted
+                return _left_sentence(left, others, wait, self._ended[left[0]].steps)
+        return ""
+
+    def _never_calls(self, rank: int, wait: CollectiveAwaited) -> bool:
+        """Return whether the script of ``rank`` has ended before the collective that another waits in."""
+        end = self._ended.get(rank)
+        return end is not None and dict(zip(end.groups, end.completed, strict=True)).get(wait.group, 0) <= wait.number
+
+    def _mismatched(self, waiting: Mapping[int, CollectiveAwaited], living: Sequence[int]) -> str:
+        waits = list(waiting.values())
+        if len(waits) < 2 or len(waits) < len(living) or len({(w.group, w.number) for w in waits}) > 1:
+            return ""
+        if len({wait.signature for wait in waits}) == 1:
+            return ""
+        calls = "; ".join(f"rank {rank}: {wait.signature}{_where(wait)}" for rank, wait in sorted(waiting.items()))
+        return (
+            f"the ranks call different collectives as number {waits[0].number} of their group: {calls}. Every rank must"
+            " make the same calls in the same order; the usual cause is uneven data"
+        )
+
+
+def _left_sentence(left: Sequence[int], others: Sequence[int], wait: CollectiveAwaited, steps: int) -> str:
+    has, its = ("has ended its script", "it") if len(left) == 1 else ("have ended their scripts", "them")
+    after = f" after {count(steps, 'step')}" if steps else ""
+    return (
+        f"{_ranks(left)} {has}{after}; {_ranks(others)} wait{'s' * (len(others) == 1)} for {its} in {wait.what}"
+        f"{_where(wait)}: uneven data; use model.join(), or give every rank the same number of batches"
+    )
+
+
+def _where(wait: CollectiveAwaited) -> str:
+    return f" ({wait.where})" if wait.where else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listing(ranks)}"

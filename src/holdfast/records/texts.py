@@ -1,0 +1,7 @@
+"""Sentences that both a worker and the launcher print."""
+
+from __future__ import annotations
+
+UNDER_RANK_0 = 'what the script does under "rank == 0" (saving, logging)'
+USE_IS_LEAD = "use holdfast.distributed.is_lead(), which is true on the lowest surviving rank"
+RANK_0_LOST = f"rank 0 is lost: {UNDER_RANK_0} no longer happens; {USE_IS_LEAD}"

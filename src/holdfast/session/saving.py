@@ -1,0 +1,51 @@
+"""Files that the script writes: complete or not at all, whichever worker dies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.errors import CheckpointError, ConfigError
+
+SAFETENSORS = ".safetensors"
+
+
+def save_atomically(obj: Any, path: Path, rank: int) -> None:
+    """Write ``obj`` to ``path`` by a temporary file beside it, which replaces the file once it is complete and on disk.
+
+    Args:
+        obj: For a name that ends in ``.safetensors`` a dict of tensors, else anything that ``torch.save`` takes.
+        path: The file.
+        rank: This worker, so that no two write the same temporary file.
+
+    Raises:
+        ConfigError: if the package ``safetensors`` is needed and not installed.
+        CheckpointError: if the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.tmp-{rank}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
+            if path.suffix == SAFETENSORS:
+                file.write(_safetensors(obj))
+            else:
+                torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _safetensors(tensors: Any) -> bytes:
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise ConfigError(
+            f"a name that ends in {SAFETENSORS} needs the package safetensors: pip install safetensors, or choose another"
+            " suffix, such as .pt"
+        ) from error
+    return bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
