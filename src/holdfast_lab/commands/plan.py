@@ -192,11 +192,12 @@ def _fitted(options: Mapping[str, Any], words: Sequence[str], fit: str) -> dict[
     from holdfast_lab.simulate.logs.options import parse_words
 
     name = found[0]
-    fitted = fit_log(options[name], parse_words(words), fit)
-    if name == "mtbf" and fitted.log.form != "lifetimes":
+    reading = dataclasses.replace(parse_words(words), is_of_job=name == "mtbf")
+    fitted = fit_log(options[name], reading, fit)
+    if name == "mtbf" and fitted.log.form not in ("lifetimes", "failures"):
         raise ConfigError(
             f"--mtbf is of the whole job, and {fitted.log.name} is of single machines ({fitted.log.form}): give it as "
-            "--mtbf-node or --mtbf-worker"
+            "--mtbf-node or --mtbf-worker, or with --log as=failures if each row is a failure that interrupts the job"
         )
     for line in fitted.lines():
         print(line, file=sys.stderr)

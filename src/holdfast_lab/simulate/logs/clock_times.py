@@ -63,7 +63,7 @@ def is_time_of_day(cell: str) -> bool:
 
 def is_time(cell: str) -> bool:
     """Return whether a cell is a date, with or without a time of day."""
-    return _iso(cell) is not None or _SLASHED.fullmatch(cell) is not None
+    return iso_seconds(cell) is not None or _SLASHED.fullmatch(cell) is not None
 
 
 def is_duration(cell: str) -> bool:
@@ -98,7 +98,7 @@ def read_times(cells: Sequence[str], name: str, options: LogOptions, *, spans: b
         return ReadTimes(tuple(map(_duration, cells)), "durations with units")
     if sum(_SLASHED.fullmatch(cell) is not None for cell in filled) * 2 > len(filled):
         return _of_slashed(cells, name, options)
-    return ReadTimes(tuple(map(_iso, cells)), "dates")
+    return ReadTimes(tuple(map(iso_seconds, cells)), "dates")
 
 
 def _of_numbers(
@@ -146,7 +146,8 @@ def _slashed(part: re.Match[str] | None, order: str) -> float | None:
     return at.timestamp() + float(part[6] or 0)
 
 
-def _iso(cell: str) -> float | None:
+def iso_seconds(cell: str) -> float | None:
+    """Return seconds since 1970 of a date in ISO's notation, in UTC if it names no zone; None if it is none."""
     if not _DATE.match(cell):
         return None
     try:

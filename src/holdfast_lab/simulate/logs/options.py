@@ -11,7 +11,7 @@ from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import check_choice
 from holdfast_lab.simulate.units import parse_seconds
 
-FORMS = ("lifetimes", "lives", "outages", "events", "sizes")
+FORMS = ("lifetimes", "lives", "outages", "events", "failures", "snapshots", "sizes")
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 """Seconds of each unit."""
 ROLES = ("lifetime", "ended", "start", "end", "time", "node", "event", "size")
@@ -25,7 +25,9 @@ _WORDS = {
     "order": ("sort",),
 }
 """Options that take one of some words."""
-KEYS = (*_WORDS, *ROLES, "where", "up", "down", "nodes", "span")
+_LISTS = {"up": "up", "down": "down", "failed": "down", "censored": "censored", "ignored": "ignored"}
+"""Options that take words of the log, and the meaning of these words."""
+KEYS = (*_WORDS, *ROLES, "where", *_LISTS, "nodes", "span", "repair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,16 @@ class LogOptions:
         words: Of ``as`` (the form), ``unit`` (of plain numbers), ``dates`` (order of day and month), ``begin`` (whether
             machines that are up at the begin of the log are ``new`` or have been ``running`` for an unknown time),
             ``leaves`` (which machine leaves when a size falls) and ``order`` (``sort``: rows may be in any order).
-        columns: The column of a role, by name or by number from 1.
+        columns: The column of a role, by name or by number from 1; of ``node`` also several, joined by ``+``.
         where: Column and value: rows with another value are not used.
         up: Words of events after which a machine is up, in addition to those known.
-        down: Words of events by which a machine fails.
+        down: Words of events by which a machine fails, or of lifetimes that ended in a failure.
+        censored: Words of events by which a machine leaves by plan, or of lifetimes that did not end in a failure.
+        ignored: Words of rows that are not used.
         nodes: Number of machines observed, with those that the log does not mention; None: those of the log.
         span_s: How long they were observed, seconds from the log's first time; None: to its last time.
+        repair_s: How long a failed machine is down where the log does not say it, seconds.
+        is_of_job: The failures of all machines together are those of one job.
         spelled: How an option is written where this comes from, with ``{}`` for its name and value.
     """
 
@@ -50,8 +56,12 @@ class LogOptions:
     where: tuple[tuple[str, str], ...] = ()
     up: tuple[str, ...] = ()
     down: tuple[str, ...] = ()
+    censored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     nodes: int | None = None
     span_s: float | None = None
+    repair_s: float = 0.0
+    is_of_job: bool = False
     spelled: str = "--log {}={}"
 
     def get(self, name: str) -> str:
@@ -72,8 +82,8 @@ def parse_options(given: Iterable[tuple[str, Any]], spelled: str = "--log {}={}"
     words: dict[str, str] = {}
     columns: dict[str, str] = {}
     where: list[tuple[str, str]] = []
-    lists: dict[str, tuple[str, ...]] = {"up": (), "down": ()}
-    nodes, span_s = None, None
+    lists: dict[str, tuple[str, ...]] = dict.fromkeys(_LISTS.values(), ())
+    nodes, span_s, repair_s = None, None, 0.0
     for name, value in given:
         shown = spelled.format(name, value)
         if name in _WORDS:
@@ -86,17 +96,21 @@ def parse_options(given: Iterable[tuple[str, Any]], spelled: str = "--log {}={}"
             if not equals:
                 raise ConfigError(f"{shown}: where must be COLUMN=VALUE, such as where=System=20")
             where.append((column.strip(), wanted.strip()))
-        elif name in lists:
-            lists[name] += tuple(word.strip().lower() for word in str(value).split(",") if word.strip())
+        elif name in _LISTS:
+            lists[_LISTS[name]] += tuple(word.strip().lower() for word in str(value).split(",") if word.strip())
         elif name == "nodes":
             nodes = _count(value, shown)
         elif name == "span":
             span_s = parse_seconds(value, f"span of {shown}")
+        elif name == "repair":
+            repair_s = parse_seconds(value, f"repair of {shown}")
         else:
             close = difflib.get_close_matches(name, KEYS, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{shown}: there is no option {name}{meant} (allowed: {', '.join(KEYS)})")
-    return LogOptions(words, columns, tuple(where), lists["up"], lists["down"], nodes, span_s, spelled)
+    return LogOptions(
+        words, columns, tuple(where), **lists, nodes=nodes, span_s=span_s, repair_s=repair_s, spelled=spelled
+    )
 
 
 def parse_words(texts: Iterable[str]) -> LogOptions:

@@ -8,10 +8,13 @@ from itertools import pairwise
 
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate.logs.clock_times import is_duration, is_number, is_time
+from holdfast_lab.simulate.logs.marks import mark_column, read_marks
 from holdfast_lab.simulate.logs.options import LogOptions
 from holdfast_lab.simulate.logs.rows import LogTable
-from holdfast_lab.simulate.logs.vocabulary import NO, YES, columns_named, meaning, read_line
+from holdfast_lab.simulate.logs.selection import column_place
+from holdfast_lab.simulate.logs.vocabulary import FALSE, TRUE, columns_named, is_journal, read_line, state_meaning
 
+_OTHERS = ("lives", "outages", "events", "snapshots", "sizes")
 _MOST = 0.5
 """Share of the values that must fit for a column to be recognised by its values."""
 
@@ -23,12 +26,10 @@ class LogShape:
     Args:
         form: One of :data:`~holdfast_lab.simulate.logs.options.FORMS`.
         places: The column of each role, by place from 0; empty if events are read from whole lines.
-        ended_means_censored: The column ``ended`` says which lifetimes are censored.
     """
 
     form: str
     places: Mapping[str, int]
-    ended_means_censored: bool = False
 
 
 def recognize(name: str, table: LogTable, options: LogOptions) -> LogShape:
@@ -42,26 +43,18 @@ def recognize(name: str, table: LogTable, options: LogOptions) -> LogShape:
     Raises:
         ConfigError: if it could be several forms, or none.
     """
-    given = {role: _place(name, table, role, text) for role, text in options.columns.items()}
+    given = {role: column_place(name, table, role, text) for role, text in options.columns.items()}
     if form := options.get("as"):
         return _of_form(name, table, options, form, given)
-    for attempt in (_by_given, _by_header, _by_events, _by_values, _by_lines):
+    for attempt in (_by_given, _by_header, _by_journal, _by_events, _by_snapshots, _by_values, _by_lines):
         if (shape := attempt(name, table, options, given)) is not None:
             return shape
     columns = f"columns {', '.join(table.header)}" if table.header else f"{table.width} columns without a header"
     raise ConfigError(
-        f"{name} ({columns}) is not a form that is recognised: give {options.hint('as', 'lifetimes')} (or lives, "
-        f"outages, events, sizes) and its columns, such as {options.hint('lifetime', '3')}"
+        f"{name} ({columns}) is not a form that is recognised: give {options.hint('as', 'failures')} if each row is a "
+        f"failure of a machine, or {options.hint('as', 'lifetimes')} (or {', '.join(_OTHERS)}) and its columns, such as "
+        f"{options.hint('lifetime', '3')}"
     )
-
-
-def _place(name: str, table: LogTable, role: str, text: str) -> int:
-    if text in table.header:
-        return table.header.index(text)
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= table.width:
-        return int(text) - 1
-    known = f"columns {', '.join(table.header)}" if table.header else f"columns 1 to {table.width}"
-    raise ConfigError(f"{name} has no column {text!r} for {role}: it has {known}")
 
 
 def _by_given(name: str, table: LogTable, options: LogOptions, given: Mapping[str, int]) -> LogShape | None:
@@ -95,6 +88,13 @@ def _by_header(name: str, table: LogTable, options: LogOptions, given: Mapping[s
     return None
 
 
+def _by_journal(name: str, table: LogTable, options: LogOptions, given: Mapping[str, int]) -> LogShape | None:
+    """Recognise lines of a journal, whose texts are no columns even if most have as many words."""
+    if _share([row.text for row in table.lines], is_journal) <= _MOST:
+        return None
+    return _by_lines(name, table, options, given)
+
+
 def _by_events(name: str, table: LogTable, options: LogOptions, given: Mapping[str, int]) -> LogShape | None:
     """Recognise events in columns: one of the columns has mostly words that mean up or down."""
     if _event_column(table, options, given) is None or _time_column(table, given) is None:
@@ -102,18 +102,38 @@ def _by_events(name: str, table: LogTable, options: LogOptions, given: Mapping[s
     return _of_form(name, table, options, "events", given)
 
 
+def _by_snapshots(name: str, table: LogTable, options: LogOptions, given: Mapping[str, int]) -> LogShape | None:
+    """Recognise rows that say of each machine, at each time, whether it has failed."""
+    node, time = given.get("node", _first(table, "node", None)), _time_column(table, given)
+    marks = [given["ended"]] if "ended" in given else columns_named(table.header, "ended")
+    if node is None or time is None or not any(_is_yes_or_no(table.column(place)) for place in marks):
+        return None
+    nodes = table.column(node)
+    times = {(of, at) for of, at in zip(nodes, table.column(time), strict=True)}
+    if len(times) < len(nodes) or 2 * len(set(nodes)) > len(nodes):
+        return None
+    return _of_form(name, table, options, "snapshots", given)
+
+
+def _is_yes_or_no(cells: Sequence[str]) -> bool:
+    return {cell.lower() for cell in cells} <= TRUE | FALSE | {"0.0", "1.0"}
+
+
 def _by_values(name: str, table: LogTable, options: LogOptions, given: Mapping[str, int]) -> LogShape | None:
     """Recognise a column of lifetimes, lifetimes with a mark, or sizes over time, without column names."""
     if table.width == 1 and _share(table.column(0), lambda cell: is_number(cell) or is_duration(cell)) > _MOST:
         return LogShape("lifetimes", {"lifetime": 0, **given})
-    if table.width != 2 or _share(table.column(1), lambda cell: is_number(cell) or cell.lower() in YES | NO) <= _MOST:
+    if table.width != 2:
         return None
     first, second = table.column(0), table.column(1)
+    read = read_marks(second, options)
+    if not read.is_known and _share(second, is_number) <= _MOST:
+        return None
     if _share(first, is_time) > _MOST:
         return LogShape("sizes", {"time": 0, "size": 1, **given})
     if table.header:  # with names that say something else
         return None
-    marks = {cell.lower() for cell in second if cell} <= YES | NO
+    marks = read.is_known
     values = [float(cell) for cell in first if is_number(cell)]
     rises = all(a <= b for a, b in pairwise(values))
     if marks and not rises:
@@ -130,7 +150,7 @@ def _by_values(name: str, table: LogTable, options: LogOptions, given: Mapping[s
 
 def _by_lines(name: str, table: LogTable, options: LogOptions, given: Mapping[str, int]) -> LogShape | None:
     """Recognise lines of a system's log."""
-    found = sum(read_line(row.text, options.up, options.down) is not None for row in table.lines)
+    found = any(read_line(row.text, options) is not None for row in table.lines)
     return LogShape("events", {}) if found else None
 
 
@@ -147,20 +167,28 @@ def _of_form(name: str, table: LogTable, options: LogOptions, form: str, given: 
         ]
         alone = numeric[0] if len(numeric) == 1 or (not table.header and numeric[:1] == [0]) else None
         places["lifetime"] = _first(table, "lifetime", alone)
-        marks = columns_named(table.header, "censored") or columns_named(table.header, "ended")
-        marks = [place for place in marks if {cell.lower() for cell in table.column(place) if cell} <= YES | NO]
-        if marks and marks[0] != places["lifetime"]:
-            places["ended"] = marks[0]
+        places["ended"] = mark_column(
+            name, table, options, given.get("lifetime", places["lifetime"]), given.get("ended")
+        )
     elif form in ("lives", "outages"):
         before = "up" if form == "lives" else "down"
         places["start"] = _first(table, f"{before}_from", _first(table, "start", None))
         places["end"] = _first(table, f"{before}_to", _first(table, "end", None))
         places["node"] = _first(table, "node", None)
-    elif form == "events":
-        places["time"], places["event"] = _time_column(table, given), _event_column(table, options, given)
-        if places["time"] is None and places["event"] is None and not given:
-            return LogShape("events", {})
-        taken = {places["time"], places["event"]}
+        states = columns_named(table.header, "state") if form == "outages" else []
+        if states and any(table.column(states[0])):
+            places["state"] = states[0]
+        if form == "lives":
+            places["ended"] = mark_column(name, table, options, None, given.get("ended"))
+    elif form in ("events", "failures", "snapshots"):
+        places["time"] = _time_column(table, given)
+        if form == "events":
+            places["event"] = _event_column(table, options, given)
+            if places["time"] is None and places["event"] is None and not given:
+                return LogShape("events", {})
+        elif form == "snapshots":
+            places["ended"] = mark_column(name, table, options, None, given.get("ended"))
+        taken = set(places.values())
         words = [place for place in range(table.width) if place not in taken]
         named = [place for place in columns_named(table.header, "node") if place not in taken]
         places["node"] = named[0] if named else words[0] if len(words) == 1 else None
@@ -170,14 +198,20 @@ def _of_form(name: str, table: LogTable, options: LogOptions, form: str, given: 
     if form != "lifetimes" and (groups := columns_named(table.header, "group")):
         places["group"] = groups[0]
     found = {role: place for role, place in {**places, **given}.items() if place is not None}
-    censored = "ended" not in given and found.get("ended") in columns_named(table.header, "censored")
-    for role in ("lifetime", "start", "end", "time", "event", "size", "node"):
-        if role in places and role not in found and (role, form) != ("node", "lives"):
+    optional = {
+        ("node", "lives"),
+        ("ended", "lives"),
+        ("ended", "lifetimes"),
+        *([("node", "failures")] if options.is_of_job else []),
+    }
+    for role in ("lifetime", "start", "end", "time", "event", "size", "node", "ended"):
+        if role in places and role not in found and (role, form) not in optional:
+            failures = f" (or {options.hint('as', 'failures')} if each row is a failure)" if role == "event" else ""
             raise ConfigError(
                 f"{name} does not say which column holds the {role}: give {options.hint(role, 'NAME')}, or a number "
-                f"from 1 to {table.width}"
+                f"from 1 to {table.width}{failures}"
             )
-    return LogShape(form, found, censored)
+    return LogShape(form, found)
 
 
 def _first(table: LogTable, role: str, otherwise: int | None) -> int | None:
@@ -201,9 +235,9 @@ def _event_column(table: LogTable, options: LogOptions, given: Mapping[str, int]
     named = columns_named(table.header, "event")
     places: list[int] = [*named, *range(table.width)]
     for place in places:
-        if _share(table.column(place), lambda cell: bool(meaning(cell, options.up, options.down))) > _MOST:
+        if _share(table.column(place), lambda cell: bool(state_meaning(cell, options))) > _MOST:
             return place
-    return named[0] if named and (options.up or options.down) else None
+    return named[0] if named and (options.up or options.down or options.censored) else None
 
 
 def _share(cells: Sequence[str], fits: Callable[[str], bool]) -> float:

@@ -77,8 +77,12 @@ def read_rows(path: Path) -> LogTable:
 
 def _of_lines(text: str) -> LogTable:
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and line.lstrip()[0] != "#"]
-    separator = _separator([line for _, line in lines[:200]])
-    rows = [LogRow(number, _cells(line, separator), line.strip()) for number, line in lines]
+    if len(lines) > 2 and (spans := _ruled(lines[1][1])):
+        del lines[1]
+        rows = [LogRow(number, tuple(line[a:b].strip() for a, b in spans), line.strip()) for number, line in lines]
+    else:
+        separator = _separator([line for _, line in lines[:200]])
+        rows = [LogRow(number, _cells(line, separator), line.strip()) for number, line in lines]
     widths = Counter(len(row.cells) for row in rows[:2000])
     width = widths.most_common(1)[0][0] if widths else 0
     kept = _with_whole_times([row for row in rows if len(row.cells) == width])
@@ -87,6 +91,14 @@ def _of_lines(text: str) -> LogTable:
         header = tuple(cell or f"column {place}" for place, cell in enumerate(kept[0].cells, 1))
         kept = kept[1:]
     return LogTable(header, tuple(kept), len(rows) - len(kept) - bool(header), tuple(rows))
+
+
+def _ruled(line: str) -> list[tuple[int, int]]:
+    """Return the columns of a table of fixed width whose header is underlined, as Slurm prints it; else an empty list."""
+    spans = [match.span() for match in re.finditer(r"-+|=+", line)]
+    return (
+        spans if len(spans) > 1 and re.fullmatch(r"(?:(?:-{2,}|={2,})\s+)+(?:-{2,}|={2,})?\s*", line.lstrip()) else []
+    )
 
 
 def _separator(lines: Sequence[str]) -> str:
