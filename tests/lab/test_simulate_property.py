@@ -61,6 +61,7 @@ costs = st.builds(
     rehome_s=some(0, 4),
     spawn_s=some(0, 70, 1000),
     rejoin_s=some(0, 3),
+    stale_iterations=some(None, 0, 0.4, 30),
 )
 jobs = st.builds(
     SimulatedJob,
@@ -74,6 +75,7 @@ jobs = st.builds(
     buckets=some(1, 2, 5),
     model=some(*MODELS),
     reinit_from=some("snapshot", "checkpoint"),
+    mirror_every=some(2, 16),
 )
 sources = st.builds(
     Source,

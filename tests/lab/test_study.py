@@ -27,7 +27,6 @@ from holdfast_lab.studies.base import (
     SHARE,
     Claim,
     Options,
-    Pace,
     Task,
     check_parts,
     parts_left_out,
@@ -36,6 +35,7 @@ from holdfast_lab.studies.checkpoint_cost.claims import hold_claims
 from holdfast_lab.studies.checkpoint_cost.page import sections
 from holdfast_lab.studies.checkpoint_cost.study import EVERY, CheckpointCost
 from holdfast_lab.studies.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
+from holdfast_lab.studies.pace import Pace
 from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.stats import bootstrap, median, share_interval, wilson
 
@@ -272,6 +272,7 @@ def test_an_undecided_claim_has_a_look_of_its_own_on_the_page():
 
 STARTED_AND_STOPPED = """
 import signal, sys
+from holdfast_lab.studies.pace import Pace
 from holdfast_lab.studies.pool import WorkerPool
 
 def stop(*_):

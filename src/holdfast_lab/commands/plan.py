@@ -54,7 +54,7 @@ def plan(
         typer.Option(metavar="W", help="Workers per node, which fail together [8; fewer than 16 workers: 1]."),
     ] = None,
     spares: Annotated[
-        int | None, typer.Option(metavar="K", help="Spare workers beside N [enough for 99 % of the time].")
+        int | None, typer.Option(metavar="K", help="Spare workers beside N [those that give most work per hour].")
     ] = None,
     step_s: Annotated[
         str | None, typer.Option(metavar="TIME", help="Duration of a step with all workers [5s].")
@@ -100,6 +100,13 @@ def plan(
     ] = None,
     rehome_s: Annotated[
         str | None, typer.Option(metavar="TIME", help="Time to move parts of a split model to other workers [10s].")
+    ] = None,
+    mirror_every: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", help="partial: interval of full copies of a split model's parts [16]."),
+    ] = None,
+    stale_iterations: Annotated[
+        float | None, typer.Option(metavar="X", help="partial: further steps that a failure costs [0.25 x STEPS].")
     ] = None,
     repair_s: Annotated[str | None, typer.Option(metavar="TIME", help="Mean time to repair a node [6h].")] = None,
     whole_job_share: Annotated[

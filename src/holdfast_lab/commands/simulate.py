@@ -87,7 +87,7 @@ def settings_of(seed: int, repetitions: int) -> dict[str, Any]:
 
 def show_rows(results: dict[str, Any]) -> None:
     """Print the strategies side by side."""
-    from holdfast_lab.pages.simulated import columns, shown_cells
+    from holdfast_lab.pages.simulated import columns, price_lines, shown_cells
 
     shown, rows = columns(results), [shown_cells(row) for row in results["rows"]]
     table(
@@ -96,6 +96,8 @@ def show_rows(results: dict[str, Any]) -> None:
     )
     print()
     table(["strategy", "rest of the time"], [[row["name"], row["where"] or "nowhere"] for row in rows])
+    for line in price_lines(results):
+        print(line)
 
 
 def check_out(out: Path | None) -> None:

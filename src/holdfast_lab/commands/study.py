@@ -14,6 +14,7 @@ from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.errors import ConfigError
 from holdfast.report.files import check_folder
 
+_FAILED = 1
 _STOPPED = 4
 
 
@@ -39,7 +40,8 @@ def study(
 ) -> int:
     """Repeat a published experiment on this code: measure, check its claims against the results, write a page.
 
-    Writes DIR/results.json and DIR/index.html. An interrupted study resumes when it is started again.
+    Writes DIR/results.json and DIR/index.html. An interrupted study resumes when it is started again. A part that fails
+    is named, the exit code is then 1, and the next start measures it again.
 
     Example: holdfast study checkpoint-cost --quick --out study-out
     """
@@ -73,7 +75,7 @@ def study(
         print(_stopped(options.out), file=sys.stderr)
         return _STOPPED
     _show(results, options.out, as_json=as_json)
-    return 0
+    return _FAILED if results["failed"] else 0
 
 
 def _stopped(out: Path) -> str:
@@ -105,4 +107,6 @@ def _show(results: dict[str, Any], out: Path, *, as_json: bool) -> None:
         print("\n".join(claim_lines(results)))
     for sentence in results["left_out"]:
         print(f"left out: {sentence}", file=sys.stderr)
+    for part in results["failed"]:
+        print(f"failed: {part['task']}: {part['why']}; the same command measures it again", file=sys.stderr)
     print(f"page: {page}", file=sys.stderr)

@@ -46,7 +46,21 @@ def headline(answer: Answer) -> str:
         if answer["best"] != "any"
         else "Any strategy will do, because failures cost almost nothing"
     )
-    return f"{how}, {_interval(row)}. Goodput {_estimate(row, 'goodput')}: {_training(answer, row)}."
+    text = f"{how}, {_interval(row)}. Goodput {_estimate(row, 'goodput')}: {_training(answer, row)}."
+    return f"{text} {stale(row, stale_source(answer))}" if row.get("stale_iterations") else text
+
+
+def stale(row: Row, source: str) -> str:
+    """Return what a failure costs under ``partial``, and where the number is from, as a sentence."""
+    return (
+        f"With {row['name']} each failure costs {row['stale_iterations']:g} further steps ({source}), and the weights are "
+        "not those of a run without it."
+    )
+
+
+def stale_source(answer: Answer) -> str:
+    """Return where a plan's price of ``partial`` is from."""
+    return next(one["why"] or one["source"] for one in answer["known"] if one["name"] == "stale_iterations")
 
 
 def command(answer: Answer) -> str:
@@ -58,6 +72,8 @@ def command(answer: Answer) -> str:
     parts = [f"holdfast run --strategy {strategy}"]
     if row["save_every"]:
         parts.append(f"--checkpoint-dir DIR --checkpoint-every {row['save_every']}")
+    if row["name"] == "partial":
+        parts.append(f"--mirror-every {question['mirror_every']}")
     if question["spares"]:
         parts.append(f"--spares {question['spares']}")
     if question["split"] != "slices":
@@ -207,15 +223,18 @@ def _spares(answer: Answer) -> str:
     question, bare = answer["question"], answer["without_spares"]
     spares, per_node = question["spares"], question["workers_per_node"]
     if not spares:
-        away = question["nodes"] * question["repair_s"] / (question["mtbf_node_s"] + question["repair_s"])
-        if away < 0.01:
+        away = question["nodes"] * question["down_share"]
+        if away < 0.01 or bare is None:
             return ""
         gone = f"{away:,.2f} {'workers' if per_node == 1 else 'nodes'} are missing"
         return (
             f"No spares: on average {gone}. While one is missing, another worker computes two slices of each step, "
-            "which then takes twice as long with --split slices; --split even divides the work evenly (other bits)."
+            f"which then takes twice as long with --split slices: goodput {percent(bare['slices'])}. --split even divides "
+            f"the work evenly: {percent(bare['even'])} (other bits). No number of spares gives more work per worker-hour."
         )
     machines = f" ({counted(-(-spares // per_node), 'node')})" if per_node > 1 else ""
+    if bare is None:
+        return ""
     return (
         f"Keep {counted(spares, 'spare worker')}{machines}, {percent(spares / question['workers'])} more. Without "
         f"spares goodput would be {percent(bare['slices'])} ({percent(bare['even'])} with --split even, which gives "

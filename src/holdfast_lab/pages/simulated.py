@@ -94,6 +94,7 @@ def shown_cells(row: Mapping[str, Any]) -> Row:
         "train_shown": train,
         "hours_shown": hours,
         "failures_shown": _number(row, failures),
+        "stale_shown": f"{row['stale_iterations']:g}" if "stale_iterations" in row else DASH,
         "where": ", ".join(f"{name} {percent(row[f'in_{part}'])}" for part, name in _PARTS.items() if row[f"in_{part}"] >= 5e-4),
     }  # fmt: skip
 
@@ -101,6 +102,7 @@ def shown_cells(row: Mapping[str, Any]) -> Row:
 def columns(results: Results) -> list[tuple[str, str]]:
     """Return the columns of the strategy table: key and heading."""
     per_day = results["simulated"] == "plan"
+    stale = [("stale_shown", "steps a failure costs")] if any("stale_iterations" in r for r in results["rows"]) else []
     return [
         ("saves_shown", "checkpoint every"),
         ("goodput_shown", "goodput"),
@@ -108,6 +110,7 @@ def columns(results: Results) -> list[tuple[str, str]]:
         ("train_shown", "time to train"),
         ("hours_shown", "worker-hours"),
         ("failures_shown", "failures a day" if per_day else "failures"),
+        *stale,
     ]
 
 
@@ -158,26 +161,33 @@ def _number(row: Mapping[str, Any], name: str) -> str:
 def _field(cell: Mapping[str, Any]) -> str:
     best = max(value for name, value in cell.items() if name.startswith("goodput_"))
     shown = best if cell["wins"] in ("any", "none") else cell[f"goodput_{cell['wins']}"]
-    return f"{cell['wins']} {100 * shown:.1f} | {100 * cell['goodput_relaunch']:.1f}"
+    spares = f" +{cell['spares']:,}" if cell["spares"] else ""
+    return f"{cell['wins']} {100 * shown:.1f} | {100 * cell['goodput_relaunch']:.1f}{spares}"
 
 
 def _lead(results: Results) -> str:
     best = max(results["rows"], key=lambda row: row["goodput"])
     others = [row for row in results["rows"] if row is not best]
     if not others:
-        return f"{best['name']}: goodput {percent(best['goodput'])}."
+        return " ".join([f"{best['name']}: goodput {percent(best['goodput'])}.", *price_lines(results)])
     close = [row for row in others if row["goodput_high"] >= best["goodput_low"]]
     text = f"{best['name']} has the highest goodput, {percent(best['goodput'])}"
     text += f"; {', '.join(row['name'] for row in close)}: no significant difference" if close else ""
     worst = min(others, key=lambda row: row["goodput"])
-    return f"{text}. {worst['name']} has the lowest, {percent(worst['goodput'])}."
+    text = f"{text}. {worst['name']} has the lowest, {percent(worst['goodput'])}."
+    return " ".join([text, *price_lines(results)])
+
+
+def price_lines(results: Results) -> list[str]:
+    """Return what a failure costs under ``partial`` with each of these numbers, in sentences."""
+    return [advice.stale(row, row["stale_source"]) for row in results["rows"] if "stale_source" in row]
 
 
 # -- sections
 
 
 def _sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    heads = columns({"simulated": "scenario"})
+    heads = columns({"simulated": "scenario", "rows": rows})
     return [_table(heads), *_bars(rows)]
 
 
@@ -297,7 +307,7 @@ def _map_section(results: Results) -> dict[str, Any]:
 
 MAP_NOTE = (
     "Simulated: the best of rollback, forward and relaunch, its goodput in %, and after the bar that of relaunch. "
-    "any: relaunch is less than half a point behind; none: no useful progress. Step and checkpoint times are the "
-    "same everywhere; there are enough spares."
+    "any: relaunch is less than half a point behind; none: no useful progress. +8: with eight spare workers, as a plan "
+    "for that cluster recommends. Step and checkpoint times are the same everywhere."
 )
 """Explains the cells of the map."""

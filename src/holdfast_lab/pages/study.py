@@ -67,6 +67,7 @@ def render_study(results: Mapping[str, Any]) -> str:
             paper=results.get("paper", ""),
             intervals=results.get("intervals", ""),
             left_out=results.get("left_out", ()),
+            failed=results.get("failed", ()),
             verdicts=verdicts(results),
             claims=[_claim(claim) for claim in results["claims"]],
             sections=[section for section in shown if section],
@@ -86,7 +87,10 @@ def claim_lines(results: Mapping[str, Any]) -> list[str]:
 
 
 def verdicts(results: Mapping[str, Any]) -> str:
-    """Return how many claims hold, do not hold, are undecided and were not checked, in one sentence; "" without any."""
+    """Return how many claims hold, do not hold, are undecided, failed or were not checked, in one sentence.
+
+    Return "" without any.
+    """
     found = [_claim(claim)["verdict"] for claim in results["claims"]]
     said = [(found.count(verdict), what) for verdict, what in _VERDICTS.items()]
     parts = [f"{amount} {one if amount == 1 else many}" for amount, (one, many) in said if amount]
@@ -97,6 +101,7 @@ _VERDICTS = {
     "holds": ("holds", "hold"),
     "does not hold": ("does not hold", "do not hold"),
     "undecided": ("is undecided", "are undecided"),
+    "failed": ("has no result because its part failed", "have no result because their parts failed"),
     "not checked": ("was not checked", "were not checked"),
 }
 """By verdict: what one claim does, and what several do."""
@@ -104,7 +109,7 @@ _VERDICTS = {
 
 def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
     ours, ci, paper = claim["ours"], claim["ci"], claim["paper"]
-    neither = "not checked" if ours is None else "undecided"
+    neither = "failed" if claim.get("failed") else "not checked" if ours is None else "undecided"
     verdict = {True: "holds", False: "does not hold", None: neither}[claim["holds"]]
     unit = claim.get("unit", "")
     parts = [_amount(ours, unit)] if ours is not None else []
@@ -112,7 +117,9 @@ def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
         [f"95 % interval {_end(ci[0], '-∞', unit)} to {_end(ci[1], '∞', unit)}{' %' * (unit == SHARE)}"] if ci else []
     )
     parts += [f"expected {_amount(paper, unit)}"] if paper is not None and ours is not None else []
-    mark = {True: "same", False: "bad", None: "dim" if ours is None else "undecided"}[claim["holds"]]
+    mark = {True: "same", False: "bad", None: {"failed": "bad", "not checked": "dim"}.get(neither, neither)}[
+        claim["holds"]
+    ]
     return {**claim, "verdict": verdict, "mark": mark, "numbers": ", ".join(parts), "found": claim.get("found", "")}
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import check_choice, check_mtbf, check_range
-from holdfast_lab.simulate.costs import OF_STORAGE, SAVING
+from holdfast_lab.simulate.costs import OF_STORAGE, SAVING, STALE_SHARE, STALE_SOURCE
 from holdfast_lab.simulate.distributions import Distribution
 from holdfast_lab.simulate.job import MODELS
 from holdfast_lab.simulate.measured import MeasuredRun
+from holdfast_lab.simulate.spare_worth import SPLITS, worthwhile_spares
 from holdfast_lab.simulate.units import DAY_S
 
 _BIG_JOB = 16
 """From this many workers on, nodes are assumed to have eight workers each."""
 _BIG_STATE = 80e9
 """Memory of one of today's accelerators, bytes: a larger state is assumed to be split."""
-_LIKELY_ENOUGH = 0.99
-"""Share of the time in which the default number of spares suffices."""
-
 WHOLE_JOB_SHARE = 63 / 419
 """Of Llama 3's 419 unexpected interruptions, software bugs (54), dependencies (2) and NCCL's watchdog (7) end a job
 regardless of survivors (The Llama 3 Herd of Models, 2024, table 5).
@@ -88,6 +85,8 @@ class PlanQuestion:
         split: ``"slices"`` or ``"even"``.
         work_s: Duration of the training without disturbance.
         lifetime: The distribution of a node's lifetime, stretched to ``mtbf_node_s``; None: exponential.
+        mirror_every, stale_iterations: As in :class:`~holdfast_lab.simulate.job.SimulatedJob` and
+            :class:`~holdfast_lab.simulate.costs.Costs`, for a split model.
     """
 
     workers: int
@@ -110,11 +109,18 @@ class PlanQuestion:
     split: str
     work_s: float
     lifetime: Distribution | None = None
+    mirror_every: int = 16
+    stale_iterations: float = 0.0
 
     @property
     def nodes(self) -> int:
         """Number of nodes, without those of spares."""
         return -(-self.workers // self.workers_per_node)
+
+    @property
+    def down_share(self) -> float:
+        """Share of the time in which a node is being repaired."""
+        return down_share(self.mtbf_node_s, self.repair_s, self.whole_job_share)
 
     @property
     def mtbf_s(self) -> float:
@@ -150,10 +156,17 @@ def ask(
     )
     check_range("--whole-job-share", share, 0, most=1)
     repair_s = facts.take("repair_s", lambda: 6 * 3600.0, "mean of LANL's 23,739 outages, 1996 to 2005")
-    rate = -(-workers // per_node) * repair_s / (mtbf_node_s + repair_s)
-    spares = facts.take("spares", lambda: enough_spares(rate, workers, per_node), _why_spares(rate, workers, per_node))
+    split = facts.take("split", lambda: "slices", "whole slices are reassigned, which keeps the bits")
+    check_choice("--split", split, SPLITS)
+    down = down_share(mtbf_node_s, repair_s, share)
+    spares = facts.take(
+        "spares",
+        lambda: worthwhile_spares(workers, per_node, down, split),
+        _why_spares(workers, per_node, down, split),
+    )
     check_range("--spares", spares, 0, most=1_000_000)
     storage = _storage(facts, workers, per_node)
+    partial = _partial(facts, storage["model"])
     question = PlanQuestion(
         workers=workers, workers_per_node=per_node, mtbf_node_s=mtbf_node_s, whole_job_share=share, repair_s=repair_s, spares=spares,
         step_s=facts.take("step_s", lambda: 5.0, "typical of a large language model"),
@@ -163,35 +176,21 @@ def ask(
         rejoin_s=facts.take("rejoin_s", lambda: 10.0, "newcomers receive the state from other workers' memory"),
         rebuild_s=facts.take("rebuild_s", lambda: 60.0, "reinit: the script rebuilds its model and data"),
         rehome_s=facts.take("rehome_s", lambda: 10.0, "parts of a split model are sent from memory to memory"),
-        split=facts.take("split", lambda: "slices", "whole slices are reassigned, which keeps the bits"),
+        split=split,
         work_s=facts.take("work_s", lambda: 30 * DAY_S, "a month of training"),
         lifetime=_node_lifetime(fitted, per_node),
-        **storage,
+        **storage, **partial,
     )  # fmt: skip
     _check(question)
     return question, facts.known
 
 
-def enough_spares(away: float, workers: int, per_node: int) -> int:
-    """Return the spare workers, in whole nodes, that suffice for 99 % of the time.
+def down_share(mtbf_node_s: float, repair_s: float, whole_job_share: float) -> float:
+    """Return the share of the time in which a node is being repaired.
 
-    The result is 0 if that exceeds a quarter of the workers.
-
-    Nodes fail and are repaired independently, so the number of failed nodes is Poisson distributed (an M/G/infinity
-    queue).
-
-    Args:
-        away: Mean number of failed nodes.
-        workers: Active workers.
-        per_node: Workers of one node.
+    Failures that end the whole job, such as bugs, need no repair.
     """
-    spare, term = 0, math.exp(-away)
-    total, most = term, workers // (4 * per_node)
-    while total < _LIKELY_ENOUGH and spare < most:
-        spare += 1
-        term *= away / spare
-        total += term
-    return spare * per_node if total >= _LIKELY_ENOUGH else 0
+    return (1 - whole_job_share) * repair_s / (mtbf_node_s + (1 - whole_job_share) * repair_s)
 
 
 class _Facts:
@@ -266,14 +265,32 @@ def _node_lifetime(rate: FittedRate | None, per_node: int) -> Distribution | Non
     return rate.lifetime
 
 
-def _why_spares(away: float, workers: int, per_node: int) -> str:
-    if away == 0:
+def _why_spares(workers: int, per_node: int, down: float, split: str) -> str:
+    nodes = -(-workers // per_node)
+    if down == 0:
         return "none: a failed worker is replaced immediately"
-    if enough_spares(away, workers, per_node):
-        return f"on average {away:,.2f} nodes are down; these suffice for 99 % of the time"
-    if math.exp(-away) >= _LIKELY_ENOUGH:
-        return f"none: on average only {away:,.2f} nodes are down"
-    return f"none: on average {away:,.2f} nodes are down, and a quarter more would not make up for that"
+    if spares := worthwhile_spares(workers, per_node, down, split):
+        away = (nodes + spares // per_node) * down
+        return f"on average {away:,.2f} nodes are down; these give the most work per worker-hour"
+    return f"none: on average {nodes * down:,.2f} nodes are down; no number of spares gives more work per worker-hour"
+
+
+def _partial(facts: _Facts, model: str) -> dict[str, Any]:
+    """Return the interval and the price of outdated copies, which only ``partial`` with a split model has."""
+    if model != "split":
+        if odd := [name for name in ("mirror_every", "stale_iterations") if facts.has(name)]:
+            raise ConfigError(
+                f"--{odd[0].replace('_', '-')} is about the copies of a model that is split, got --model {model}: leave "
+                "it out, or give --model split"
+            )
+        return {}
+    every = facts.take("mirror_every", lambda: 16, "as in holdfast study scar")
+    if every == 1:
+        raise ConfigError("--mirror-every 1 keeps exact copies of every part: that is --model mirrored")
+    check_range("--mirror-every", every, 2, most=10**9)
+    stale = facts.take("stale_iterations", lambda: STALE_SHARE * every, STALE_SOURCE, source="derived")
+    check_range("--stale-iterations", stale, 0, most=10**9)
+    return {"mirror_every": every, "stale_iterations": stale}
 
 
 def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
@@ -325,7 +342,6 @@ def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
 
 def _check(question: PlanQuestion) -> None:
     check_choice("--model", question.model, MODELS)
-    check_choice("--split", question.split, ("slices", "even"))
     for name in ("step_s", "work_s"):
         check_range(f"--{name.replace('_', '-')}", getattr(question, name), 0, above=True)
     check_mtbf(question.mtbf_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.checkpoint.interval import daly
+from holdfast_lab.simulate.costs import STALE_SOURCE
 from holdfast_lab.simulate.failures import Failures
 from holdfast_lab.simulate.formulas import exact_interval_s, young
 from holdfast_lab.simulate.many import monte_carlo, part_of
@@ -52,11 +53,24 @@ class StrategyResult:
             "repetitions": len(self.sweep.total_ns),
             "steps_asked": job.steps,
             "horizon_s": self.scenario.horizon_s,
+            **self._price_of_partial(),
             "finished": float(self.sweep.finished.mean()),
         }
         for measure in MEASURES:
             found |= flat(measure, self.sweep.estimate(measure))
         return found | {f"in_{part}": float(self.sweep.parts_ns[part].sum() / total) for part in PARTS}
+
+    def _price_of_partial(self) -> dict[str, Any]:
+        """Return what a failure costs under ``partial``, and where that number is from; nothing for the others."""
+        scenario = self.scenario
+        if not scenario.stale_iterations:
+            return {}
+        source = STALE_SOURCE if scenario.costs.stale_iterations is None else "given"
+        return {
+            "stale_iterations": scenario.stale_iterations,
+            "stale_source": source,
+            "mirror_every": scenario.job.mirror_every,
+        }
 
 
 def flat(name: str, estimate: Estimate) -> dict[str, float]:

@@ -79,6 +79,7 @@ class SimulatedDecision:
         loads: A checkpoint is loaded; a failure meanwhile is of case ``LOADING``.
         resumes: The step in progress is continued.
         stops: The whole job stops.
+        falls_behind: A part is restored as it was some steps ago.
     """
 
     takes: dict[RecoveryStage, int]
@@ -87,6 +88,7 @@ class SimulatedDecision:
     loads: bool
     resumes: bool
     stops: bool
+    falls_behind: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class DecisionTable:
     loads: Flags
     resumes: Flags
     stops: Flags
+    falls_behind: Flags
 
     @staticmethod
     def column(case: Ticks, enough: Flags) -> Ticks:
@@ -124,6 +127,7 @@ def decision_table(scenario: Scenario) -> DecisionTable:
         loads=np.array([one.loads for one in decisions]),
         resumes=np.array([one.resumes for one in decisions]),
         stops=np.array([one.stops for one in decisions]),
+        falls_behind=np.array([one.falls_behind for one in decisions]),
     )
 
 
@@ -147,7 +151,7 @@ def _rules(scenario: Scenario) -> Rules:
 def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -> SimulatedDecision:
     costs, job = scenario.costs, scenario.job
     recovery, takes = _failed(rules, case), dict.fromkeys(RecoveryStage, 0)
-    discards = loads = rebuilds = False
+    discards = loads = rebuilds = moves = False
     while not (recovery.is_over or recovery.has_stopped):
         match recovery.open:
             case DiscardStep():
@@ -162,6 +166,7 @@ def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -
                 loads = True
                 takes[RecoveryStage.LOAD] += ticks(costs.load_s)
             case MoveParts():
+                moves = True
                 takes[RecoveryStage.LOAD] += ticks(costs.rehome_s)
             case SaveAndStop():
                 takes[RecoveryStage.SAVE] = ticks(costs.save_s) + ticks(costs.save_background_s)
@@ -174,6 +179,7 @@ def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -
         loads=loads,
         resumes=not isinstance(recovery.open, ComputeStep) and not recovery.has_stopped,
         stops=recovery.has_stopped,
+        falls_behind=moves and not loads and scenario.stale_iterations > 0,
     )
 
 

@@ -28,6 +28,7 @@ from holdfast_lab.simulate.training import (
     detection,
     discard,
     end_segment,
+    fall_behind,
     go_back,
     plan,
     position_at,
@@ -255,6 +256,8 @@ def _take_effect(state: HistoryState, given: Parameters, loading: bool) -> None:
         discard(state)
     if decision.goes_back and loading and not state.from_snapshot:
         go_back(state)
+    if decision.falls_behind and loading:
+        fall_behind(state, given)
     if decision.loads and not decision.goes_back:
         state.from_snapshot = True
 

@@ -46,6 +46,7 @@ class DecisionColumn(NamedTuple):
     loads: bool
     resumes: bool
     stops: bool
+    falls_behind: bool
 
 
 class Outage(NamedTuple):
@@ -80,6 +81,7 @@ class Parameters(NamedTuple):
         every: Steps between two checkpoints, 0 for none.
         buckets: All-reduces of a step besides the commit vote.
         target: Total weight of the steps of the job, or :data:`NO_END`.
+        stale: Weight of the steps that a failure costs where a part is restored as it was some steps ago.
         relaunches: The launcher restarts the job after every failure.
         split: The model is split or mirrored: a failure is detected while computing.
         eager: The optimizer is overlapped with the all-reduces.
@@ -100,6 +102,7 @@ class Parameters(NamedTuple):
     every: int
     buckets: int
     target: int
+    stale: int
     relaunches: bool
     split: bool
     eager: bool
@@ -148,6 +151,7 @@ def parameters(scenario: Scenario) -> Parameters:
         every=job.save_every,
         buckets=job.buckets,
         target=NO_END if job.steps is None else job.steps * cluster.workers,
+        stale=round(scenario.stale_iterations * cluster.workers),
         relaunches=job.strategy == "relaunch",
         split=job.model != "replicated",
         eager=job.update == "eager",

@@ -45,6 +45,8 @@ class SimulatedJob:
         reinit_from: ``reinit`` restores a ``"snapshot"`` taken at the failure, or the ``"checkpoint"``; if the model is
             not replicated, always the latter.
         update: One of :data:`UPDATES`; ``"eager"`` needs a replicated model.
+        mirror_every: Under ``partial`` with a split model: steps in which a delta standby receives as many bytes as a
+            full copy has, 2 to 10^9. (With 1 the standbys are exact: that is a mirrored model.)
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -63,6 +65,7 @@ class SimulatedJob:
     model: str = "replicated"
     reinit_from: str = "snapshot"
     update: str = "lazy"
+    mirror_every: int = 16
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
@@ -74,6 +77,7 @@ class SimulatedJob:
         if self.update == "eager" and self.model != "replicated":
             raise ConfigError(f"update eager needs a replicated model, got model {self.model}; use update lazy")
         check_range("save_every", self.save_every, 0, most=10**9)
+        check_range("mirror_every", self.mirror_every, 2, most=10**9)
         for name, most in _MOST.items():
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1, most=most)

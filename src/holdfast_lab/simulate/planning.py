@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.checkpoint.interval import daly
-from holdfast_lab.simulate.assuming import LLAMA, PlanQuestion, enough_spares
+from holdfast_lab.simulate.assuming import LLAMA, PlanQuestion, down_share
 from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.comparing import StrategyResult, flat
 from holdfast_lab.simulate.costs import Costs
@@ -20,6 +20,7 @@ from holdfast_lab.simulate.many import monte_carlo
 from holdfast_lab.simulate.optimum import Optimum, best_interval
 from holdfast_lab.simulate.outcome import Estimate
 from holdfast_lab.simulate.scenario import Scenario
+from holdfast_lab.simulate.spare_worth import worthwhile_spares
 from holdfast_lab.simulate.toml import of_step
 
 REPETITIONS = 100
@@ -39,6 +40,9 @@ _TRIES = 40
 
 _GO_BACK = ("relaunch", "restart")
 """Strategies that restore a checkpoint at every failure; the others do so only when a failure ends the job."""
+
+_OF_SCENARIOS = ("finished", "chosen", "steps_asked", "horizon_s", "stale_source")
+"""What the rows of scenarios have, but not those of plans."""
 
 Say = Callable[[str], None]
 
@@ -62,7 +66,7 @@ def plan(
 
     Returns:
         Plain data: ``question``; ``rows``, one per strategy; ``best``, the recommended one; ``optimum``, the intervals
-        tried for it; ``without_spares``, the best strategy without spares, by ``split``; ``map``, the best strategy by
+        tried for it; ``without_spares``, the best strategy without spares, by ``split``, None on one node; ``map``, the best strategy by
         cluster, empty without a map.
     """
     names = ["relaunch", "restart", "reinit", "rollback", "forward"] + ["partial"] * (question.model == "split")
@@ -93,7 +97,12 @@ def plan(
 def _plain(question: PlanQuestion) -> dict[str, Any]:
     plain = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}
     lifetime = "exponential" if question.lifetime is None else type(question.lifetime).__name__.lower()
-    return plain | {"nodes": question.nodes, "mtbf_s": question.mtbf_s, "lifetime": lifetime}
+    return plain | {
+        "nodes": question.nodes,
+        "mtbf_s": question.mtbf_s,
+        "down_share": question.down_share,
+        "lifetime": lifetime,
+    }
 
 
 def recommended(goodput: Mapping[str, float]) -> str:
@@ -122,7 +131,12 @@ def scenario_of(question: PlanQuestion, strategy: str, save_every: int, horizon_
         nodes_per_rack=total_nodes,  # all nodes are in one rack, so a rack failure ends the job
     )
     job = SimulatedJob(
-        strategy=strategy, horizon_s=horizon_s, save_every=save_every, model=question.model, split=question.split
+        strategy=strategy,
+        horizon_s=horizon_s,
+        save_every=save_every,
+        model=question.model,
+        split=question.split,
+        mirror_every=question.mirror_every,
     )
     names = (
         "detect_s",
@@ -134,6 +148,7 @@ def scenario_of(question: PlanQuestion, strategy: str, save_every: int, horizon_
         "rebuild_s",
         "rehome_s",
         "rejoin_s",
+        "stale_iterations",
     )
     costs = Costs(**{name: getattr(question, name) for name in names})
     return of_step(cluster, job, costs, _failures(question), question.step_s)
@@ -208,9 +223,7 @@ def _row(question: PlanQuestion, strategy: str, save_every: int, repetitions: in
         for end in ("", "_low", "_high"):
             del row[name + end]
     return {
-        **{
-            name: value for name, value in row.items() if name not in ("finished", "chosen", "steps_asked", "horizon_s")
-        },
+        **{name: value for name, value in row.items() if name not in _OF_SCENARIOS},
         **dict(zip(("train_s", "train_s_low", "train_s_high"), times, strict=True)),
         **dict(zip(("worker_hours", "worker_hours_low", "worker_hours_high"), hours, strict=True)),
         **flat("failures_per_day", per_day),
@@ -271,8 +284,8 @@ def _tried(optimum: Optimum) -> dict[str, Any]:
 def _without_spares(
     question: PlanQuestion, best: Mapping[str, Any], repetitions: int, seed: int
 ) -> dict[str, float] | None:
-    """Return the goodput of the best strategy, and of ``relaunch``, without spares; None if the job has none."""
-    if not question.spares:
+    """Return the goodput of the best strategy, by ``split``, and of ``relaunch``, without spares; None on one node."""
+    if question.nodes == 1:
         return None
     found = {}
     for split in ("slices", "even"):
@@ -302,10 +315,10 @@ def _map(question: PlanQuestion, seed: int, now: Say) -> list[dict[str, Any]]:
 
 
 def _scaled(question: PlanQuestion, workers: int, mtbf_node_s: float) -> PlanQuestion:
-    """Return the question for another cluster; if the job has spares, with as many as suffice there."""
+    """Return the question for another cluster, with the spares that a plan for it would recommend."""
     per_node = min(question.workers_per_node, workers)
-    away = -(-workers // per_node) * question.repair_s / (mtbf_node_s + question.repair_s)
-    spares = enough_spares(away, workers, per_node) if question.spares else 0
+    down = down_share(mtbf_node_s, question.repair_s, question.whole_job_share)
+    spares = worthwhile_spares(workers, per_node, down, question.split)
     return dataclasses.replace(
         question, workers=workers, workers_per_node=per_node, mtbf_node_s=mtbf_node_s, spares=spares
     )

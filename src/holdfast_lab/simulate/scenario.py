@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import LONGEST_S, check_range
 from holdfast_lab.simulate.cluster import Cluster
-from holdfast_lab.simulate.costs import Costs
+from holdfast_lab.simulate.costs import STALE_SHARE, Costs
 from holdfast_lab.simulate.failures import Down
 from holdfast_lab.simulate.job import SimulatedJob
 from holdfast_lab.simulate.price_table import exposed_s, step_parts_s
@@ -55,6 +55,14 @@ class Scenario:
         parts = self.cluster, self.job, self.costs
         compute, sums = step_parts_s(*parts)
         return float(compute[-1] + sums[-1] + exposed_s(*parts)[-1])
+
+    @property
+    def stale_iterations(self) -> float:
+        """Further steps that each failure costs, because the lost part is restored as it was some steps ago."""
+        if self.job.strategy != "partial" or self.job.model != "split":
+            return 0.0
+        stated = self.costs.stale_iterations
+        return STALE_SHARE * self.job.mirror_every if stated is None else stated
 
     @property
     def horizon_s(self) -> float:

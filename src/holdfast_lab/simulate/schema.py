@@ -100,6 +100,7 @@ class Policies(SchemaTable):
     model: str = ""
     reinit_from: str = ""
     update: str = ""
+    mirror_every: int = 0
 
 
 class JobTable(Policies):
@@ -151,6 +152,7 @@ class CostsTable(SchemaTable):
     rehome_s: Seconds = 0.0
     spawn_s: Seconds = 0.0
     rejoin_s: Seconds = 0.0
+    stale_iterations: float = 0.0
 
 
 class TimesTable(SchemaTable):

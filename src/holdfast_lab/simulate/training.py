@@ -215,6 +215,18 @@ def go_back(state: HistoryState) -> None:
     state.step, state.weight = state.safe_step, state.safe_weight
 
 
+def fall_behind(state: HistoryState, given: Parameters) -> None:
+    """Lose the steps that it takes to be again where the loss was: a part was restored as it was some steps ago.
+
+    The numbering of steps goes on, so the job needs that many more of them.
+    """
+    behind = min(given.stale, state.weight)
+    ran = min(product(behind, state.step_takes) // max(state.weight_each, 1), state.ran - state.attempt)
+    state.weight -= behind
+    state.ran -= ran
+    state.lost += ran
+
+
 def secure(state: HistoryState) -> None:
     """Save all completed work."""
     state.safe_step, state.safe_weight, state.safe_ran = state.step, state.weight, state.ran

@@ -1,7 +1,7 @@
 """The interface of a study, and the runner that executes its tasks one by one and can resume after an interruption.
 
-The first line of ``DIR/rows.jsonl`` holds the study's settings, and each further line a finished task. An unfinished
-task is repeated as a whole; a finished one is never measured again.
+The first line of ``DIR/rows.jsonl`` holds the study's settings, and each further line a task that ended. An unfinished
+task and a failed one are repeated as a whole; a finished one is never measured again.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
+import re
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
+from holdfast_lab.studies.pace import Pace, kind_of
 from holdfast_lab.studies.stats import wilson
 
 Row = dict[str, Any]
@@ -25,17 +27,21 @@ Row = dict[str, Any]
 JOURNAL = "rows.jsonl"
 _NAMED = 12
 """Up to this many missing tasks are listed by name."""
-_WIDE = 1.5
-"""The bounds of the remaining time are shown if their ratio is above this."""
 
 MEASURED = "measured"
 EXTRAPOLATED = "extrapolated"
 NOT_RUN = "not run"
+"""Status of a row that this machine or this setting cannot give; ``why`` says what is missing. The task is finished."""
+FAILED = "failed"
+"""Status of a row whose measurement broke; ``why`` gives the reason. The next run measures its task again."""
 
 SHARE = "share"
 """Unit of a fraction from 0 to 1 of a whole."""
 
 NOT_CHECKED = "not checked: no run of this study measures it"
+
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")
+"""The beginning of the text of an exception that ended a process."""
 
 _TELLING = 0.5
 """A claim about a share of runs holds only if its interval is narrower than this: an interval that reaches below a half
@@ -72,10 +78,32 @@ class Task:
     Args:
         key: Its name, unique in the study.
         run: Executes it, given the rows of all earlier tasks, and returns its rows.
+        derived: It measures nothing, it computes from what earlier tasks measured: it is done again by the next run if
+            one of them failed.
     """
 
     key: str
     run: Callable[[Sequence[Row]], list[Row]]
+    derived: bool = False
+
+
+class EarlierPartFailed(Exception):
+    """A task cannot be executed because an earlier one failed; the message names what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailure:
+    """A task that failed, in whole or in part.
+
+    Args:
+        task: Its key.
+        why: The reasons, in one line.
+        parts: Kinds of measurements that are missing: the kind of the task, and the ``part`` of each failed row.
+    """
+
+    task: str
+    why: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +124,8 @@ class Claim:
             runs.
         found: The result in words.
         runs: Number of runs, or of pairs of runs, behind an interval that is not that of a share.
+        parts: Kinds of tasks, or parts of rows, that decide it: if one failed, it is not merely unchecked.
+        failed: Whether it was not checked because such a part failed; ``found`` then begins with "failed: ".
     """
 
     claim: str
@@ -107,6 +137,8 @@ class Claim:
     found: str = ""
     unit: str = ""
     runs: int | None = None
+    parts: tuple[str, ...] = ()
+    failed: bool = False
 
     def __post_init__(self) -> None:
         if (self.runs is not None and self.runs < 2) or (self.holds and self._share_width() > _TELLING):
@@ -144,12 +176,25 @@ class Claim:
         # JSON has no infinity: an unbounded end is null.
         ci = None if self.ci is None else [end if math.isfinite(end) else None for end in self.ci]
         names = ("claim", "source", "paper", "ours", "unit")
-        return {name: getattr(self, name) for name in names} | {"ci": ci, "holds": self.holds, "found": self.found}
+        judged = {"ci": ci, "holds": self.holds, "found": self.found, "failed": self.failed}
+        return {name: getattr(self, name) for name in names} | judged
+
+    def unless_failed(self, failures: Sequence[TaskFailure]) -> Claim:
+        """Return this claim; if it has no number because of a failure, with that as its result."""
+        mine = [failure for failure in failures if set(failure.parts) & set(self.parts)]
+        if self.ours is not None or not mine:
+            return self
+        return replace(self, failed=True, found="failed: " + "; ".join(f"{one.task}: {one.why}" for one in mine))
 
 
 def statement(claim: str, source: str, paper: float | None = None, unit: str = "", found: str = NOT_CHECKED) -> Claim:
     """Return a claim without a result; :meth:`Claim.judged` adds one."""
     return Claim(claim=claim, source=source, paper=paper, unit=unit, found=found)
+
+
+def decided_by(parts: Sequence[str], claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims, noting the kinds of tasks or parts of rows that decide them."""
+    return [replace(claim, parts=tuple(parts)) for claim in claims]
 
 
 def in_percent(good: int, tries: int) -> tuple[float, tuple[float, float]]:
@@ -230,6 +275,9 @@ def carry_out(
         tell: Called before each task with its name, the share of the time that has passed, and the seconds that are
             left, both estimated.
 
+    A task that raises, or that returns a row whose status is :data:`FAILED`, has failed. It is noted with its reason in
+    the journal and under ``failed`` in the results, the others are executed, and the next call measures it again.
+
     Raises:
         ConfigError: if the directory holds another study, or the same study with other settings.
     """
@@ -242,7 +290,10 @@ def carry_out(
         say(f"{len(tasks)} tasks, {len(missing)} left, {pace.left(missing)}")
     if done := len(tasks) - len(missing):
         say(f"{done} of {len(tasks)} tasks are already finished; remove {options.out} to measure them again")
+    if again := [task.key for task in tasks if task.key in journal.failed]:
+        say(f"measured again, because it failed: {_grouped(again)}")
     rows: list[Row] = []
+    failures: list[TaskFailure] = []
     try:
         for number, task in enumerate(tasks, start=1):
             if task.key not in known:
@@ -250,80 +301,43 @@ def carry_out(
                 say(f"[{number}/{len(tasks)}] {task.key}" + (f"; {pace.left(rest)}" if journal.took_s else ""))
                 tell(f"[{number}/{len(tasks)}] {task.key}", *pace.share_and_left_s(rest))
                 begun_s = time.monotonic()
-                known[task.key] = task.run(rows)
-                journal.add(task.key, known[task.key], time.monotonic() - begun_s)
+                known[task.key], failure, trace = _executed(task, rows)
+                if failure is not None:
+                    say(f"{task.key}: failed: {failure.why}")
+                    failures.append(failure)
+                if failure is not None or not (task.derived and failures):
+                    journal.add(task.key, known[task.key], time.monotonic() - begun_s, failure, trace)
             rows += known[task.key]
     finally:  # an interrupted study still writes its partial results
         missing = [task.key for task in tasks if task.key not in known]
-        results = _results(study, options, settings, rows, missing)
+        results = _results(study, options, settings, rows, missing, failures)
         journal.finish(results)
     return results
 
 
-class Pace:
-    """Estimates the remaining time of a study.
-
-    Args:
-        task_s: Average seconds per task in a reference run on two cores.
-        took_s: Seconds of each finished task of this run, by task name.
-    """
-
-    def __init__(self, task_s: float, took_s: Mapping[str, float]) -> None:
-        self._task_s, self._took_s = task_s, took_s
-
-    def share_and_left_s(self, keys: Sequence[str]) -> tuple[float, float]:
-        """Return the share of the whole time that has passed if these tasks are left, and their estimated seconds."""
-        left_s, passed_s = self._estimate(keys)[0], sum(self._took_s.values())
-        return passed_s / (passed_s + left_s) if passed_s + left_s > 0 else 0.0, left_s
-
-    def left(self, keys: Sequence[str]) -> str:
-        """Return the estimated time of these tasks in words, with its bounds and what it is based on."""
-        if not self._took_s:
-            return f"about {_in_words(self._task_s * len(keys))}, estimated from a run on two cores"
-        about_s, low_s, high_s = self._estimate(keys)
-        bounds = f" ({_in_words(low_s)} to {_in_words(high_s)})" if high_s > _WIDE * low_s else ""
-        return f"about {_in_words(about_s)}{bounds}, estimated from the {len(self._took_s)} finished"
-
-    def _estimate(self, keys: Sequence[str]) -> tuple[float, float, float]:
-        """Return the estimated seconds of these tasks, and their bounds."""
-        kinds: dict[str, list[float]] = {}
-        for key, taken_s in self._took_s.items():
-            kinds.setdefault(_kind(key), []).append(taken_s)
-        every = [self._task_s, *self._took_s.values()]
-        about_s, low_s, high_s = 0.0, 0.0, 0.0
-        for kind, number in Counter(map(_kind, keys)).items():
-            known = kinds.get(kind)
-            mean_s = statistics.fmean(known or every)
-            about_s += number * mean_s
-            if known is None:  # no task of this kind is finished yet: it may take as long as any other
-                low_s, high_s = low_s + number * min(every), high_s + number * max(every)
-            else:
-                off_s = _off_s(known, number)
-                low_s += max(number * mean_s - off_s, number * min(known))
-                high_s += min(number * mean_s + off_s, number * max(known))
-        return about_s, low_s, high_s
-
-
-def _off_s(known: Sequence[float], number: int) -> float:
-    """Return the uncertainty of the total of ``number`` more tasks: two standard errors of the difference."""
-    if len(known) < 2:
-        return 0.0
-    return 2 * statistics.stdev(known) * math.sqrt(number + number**2 / len(known))
-
-
-def _in_words(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5 * 3600 else f"{seconds / 3600:.0f} h"
-
-
-def _kind(key: str) -> str:
-    """Return the kind of a task: its name up to the first colon."""
-    return key.split(":")[0]
+def _executed(task: Task, rows: Sequence[Row]) -> tuple[list[Row], TaskFailure | None, str]:
+    """Execute a task; return its rows, how it failed (None if it did not), and the traceback of what it raised."""
+    try:
+        found = task.run(rows)
+    except EarlierPartFailed as error:
+        return [], TaskFailure(task.key, str(error), (kind_of(task.key),)), ""
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return [], TaskFailure(task.key, why, (kind_of(task.key),)), traceback.format_exc()
+    broken = [row for row in found if row.get("status") == FAILED]
+    if not broken:
+        return found, None, ""
+    why = "; ".join(dict.fromkeys(str(row["why"]) for row in broken))
+    return found, TaskFailure(task.key, why, tuple({kind_of(task.key): 0} | {row["part"]: 0 for row in broken})), ""
 
 
 def _results(
-    study: Study, options: Options, settings: Mapping[str, Any], rows: list[Row], missing: Sequence[str]
+    study: Study,
+    options: Options,
+    settings: Mapping[str, Any],
+    rows: list[Row],
+    missing: Sequence[str],
+    failures: Sequence[TaskFailure],
 ) -> dict[str, Any]:
     loads = [round(load, 2) for load in os.getloadavg()]
     interrupted = [f"Not measured yet, because the study was interrupted: {_grouped(missing)}."] if missing else []
@@ -335,7 +349,8 @@ def _results(
         "settings": {**settings, "machine": machine(), "load average at the end": loads},
         "left_out": [*study.left_out(options), *interrupted],
         "rows": rows,
-        "claims": [claim.to_dict() for claim in study.claims(rows, options.seed)],
+        "failed": [{"task": failure.task, "why": failure.why} for failure in failures],
+        "claims": [claim.unless_failed(failures).to_dict() for claim in study.claims(rows, options.seed)],
         "page": study.page(rows),
     }
 
@@ -344,7 +359,7 @@ def _grouped(keys: Sequence[str]) -> str:
     """Return task names as text; many are counted by kind."""
     if len(keys) <= _NAMED:
         return ", ".join(keys)
-    kinds = Counter(map(_kind, keys))
+    kinds = Counter(map(kind_of, keys))
     return f"{len(keys)} tasks, " + ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
 
 
@@ -361,7 +376,9 @@ class Journal:
         self._out = out
         self._head: Row = {"study": name, "settings": json.loads(json.dumps(settings))}
         self.took_s: dict[str, float] = {}
-        """Seconds of each task that was read or added, by name; older files lack them."""
+        """Seconds of each finished task that was read or added, by name; older files lack them."""
+        self.failed: dict[str, str] = {}
+        """The reason of each task that was read, has failed, and was not measured since."""
 
     def read(self) -> dict[str, list[Row]]:
         """Return the rows of each finished task.
@@ -379,11 +396,23 @@ class Journal:
             raise ConfigError(
                 f"{path} belongs to {_difference(entries[0], self._head)}; give another --out, or remove {self._out}"
             )
-        self.took_s |= {entry["task"]: entry["took_s"] for entry in entries[1:] if "took_s" in entry}
-        return {entry["task"]: entry["rows"] for entry in entries[1:]}
+        known: dict[str, list[Row]] = {}
+        for entry in entries[1:]:
+            key = entry["task"]
+            if why := _failed(entry):
+                self.failed[key] = why
+                continue
+            self.failed.pop(key, None)
+            known[key] = entry["rows"]
+            self.took_s |= {key: entry["took_s"]} if "took_s" in entry else {}
+        return known
 
-    def add(self, key: str, rows: Sequence[Row], took_s: float) -> None:
-        """Save a finished task, its rows and its duration in seconds."""
+    def add(
+        self, key: str, rows: Sequence[Row], took_s: float, failure: TaskFailure | None = None, trace: str = ""
+    ) -> None:
+        """Save a task that ended: its rows, its duration in seconds, and how it failed, if it did."""
+        entry = {"task": key, "rows": list(rows), "took_s": round(took_s, 3), "failed": failure.why if failure else ""}
+        entry |= {"traceback": trace} if trace else {}
         path = self._out / JOURNAL
         try:
             self._out.mkdir(parents=True, exist_ok=True)
@@ -393,8 +422,9 @@ class Journal:
             elif not path.read_bytes().endswith(b"\n"):  # the process was killed while it wrote the last line
                 path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
             with path.open("a") as file:
-                file.write(json.dumps({"task": key, "rows": list(rows), "took_s": round(took_s, 3)}) + "\n")
-            self.took_s[key] = took_s
+                file.write(json.dumps(entry) + "\n")
+            if failure is None:
+                self.took_s[key] = took_s
         except OSError as error:
             raise ConfigError(
                 f"cannot write {path}: {error.strerror}; give a directory that can be written with --out"
@@ -405,6 +435,17 @@ class Journal:
         from holdfast.report import write_results
 
         write_results(results, self._out)
+
+
+def _failed(entry: Row) -> str:
+    """Return why a task failed, "" if it did not.
+
+    Files of earlier versions say nothing of it: there a row that was not run because of an exception tells.
+    """
+    if "failed" in entry:
+        return str(entry["failed"])
+    reasons = (str(row.get("why", "")) for row in entry["rows"] if row.get("status") == NOT_RUN)
+    return next((why for why in reasons if _EXCEPTION.match(why)), "")
 
 
 def _whole_lines(path: Path) -> list[Row]:

@@ -111,6 +111,10 @@ class Campaign:
         return [Cell(cell.name, json.loads(json.dumps(dict(cell.settings), allow_nan=False))) for cell in self.cells]
 
 
+OWN_BUGS = (InternalError, AttributeError, ImportError, NameError)
+"""Exceptions that say nothing about a training: wrong numbers in it raise none of them, a bug of the study does."""
+
+
 def seed_of(seed: int, cell: str, number: int) -> int:
     """Return the seed of a trial: 63 bits derived from all three arguments, the same on every machine."""
     text = json.dumps([seed, cell, number]).encode()
@@ -118,10 +122,10 @@ def seed_of(seed: int, cell: str, number: int) -> int:
 
 
 def found_by(trial: Callable[[Any, int], Mapping[str, Any]], warm: Any, seed: int) -> dict[str, Any]:
-    """Return the result of a trial; an exception counts as a failed training."""
+    """Return the result of a trial; an exception counts as a failed training, unless it is one of :data:`OWN_BUGS`."""
     try:
         return dict(trial(warm, seed))
-    except InternalError:  # a bug of the campaign, which says nothing about the training
+    except OWN_BUGS:
         raise
     except (Exception, SystemExit) as error:
         return {"outcome": TF, "error": f"{type(error).__name__}: {error}"}

@@ -34,6 +34,10 @@ class WorkerFailed(Exception):
     """A measurement failed; the message gives the reason in one line."""
 
 
+class NotInstalled(WorkerFailed):
+    """A framework is not on this machine; the message says how to install it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """A framework and its virtual environment.
@@ -64,6 +68,7 @@ class Framework:
         """Run a task in a new process and return its rows.
 
         Raises:
+            NotInstalled: if the framework is not on this machine.
             WorkerFailed: if the task fails.
         """
         with tempfile.TemporaryDirectory(prefix="holdfast-study-") as folder:
@@ -107,7 +112,7 @@ class Framework:
     def _start(self, task: Mapping[str, Any], folder: Path, rank: int = 0, **more: str) -> _Started:
         python = self.python()
         if python is None:
-            raise WorkerFailed(self.why_not())
+            raise NotInstalled(self.why_not())
         task_path, rows_path = folder / "task.json", folder / f"rows-{rank}.jsonl"
         errors_path = folder / f"errors-{rank}.txt"
         task_path.write_text(json.dumps(task))

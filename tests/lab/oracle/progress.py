@@ -39,6 +39,7 @@ class Progress:
         self.ran = 0
         """Work in what is there, nanoseconds; ``_attempt`` of it in the step in progress."""
         self._attempt = 0
+        self._pace = (0, 1)  # duration and weight of a step, when training was last counted
         self.lost = 0
         """Work that was thrown away."""
         self.held = 0
@@ -59,6 +60,7 @@ class Progress:
         """Count a segment that ends now; return where it ends."""
         place = segment.at(now)
         self.settle(segment, now)
+        self._pace = (segment.step, segment.weight)
         self.held += now - segment.start - place.ran
         self._attempt = place.into if place.step > segment.first else self._attempt + place.ran
         self.ran += place.ran
@@ -101,6 +103,15 @@ class Progress:
         """Lose what was done since the newest checkpoint."""
         self._waste(self.ran - self._safe.ran)
         self.step, self.weight = self._safe.step, self._safe.weight
+
+    def fall_behind(self, weight: int) -> None:
+        """Lose steps that count ``weight``: a part of the state is as it was before them."""
+        weight = min(weight, self.weight)
+        takes, each = self._pace
+        ran = min(weight * takes // each, self.ran - self._attempt)
+        self.weight -= weight
+        self.ran -= ran
+        self.lost += ran
 
     def secure(self, now: int) -> None:
         """Have all saved that is done."""

@@ -84,6 +84,7 @@ class Simulator:
         strategy = "rollback" if self._relaunches else job.strategy
         self._rules = rules_of(strategy, min_workers=job.min_workers, buckets=job.buckets, model=job.model)
         self._horizon = ticks(scenario.horizon_s)
+        self._stale = round(scenario.stale_iterations * self._workers)
         self._progress = Progress(None if job.steps is None else job.steps * self._workers)
         self._compute, self._sums = table.compute.tolist(), table.sums.tolist()
         self._exposed, self._undo = table.exposed.tolist(), ticks(costs.undo_s)
@@ -320,6 +321,8 @@ class Simulator:
                 self._progress.discard()
             case LoadCheckpoint() if not self._snapshot:
                 self._progress.go_back()
+            case MoveParts() if self._recovery is not None and self._recovery.decision != "grow":
+                self._progress.fall_behind(self._stale)
 
     def _spend_recovery(self, now: int) -> None:
         assert self._recovery is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, statement
+from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, decided_by, statement
 from holdfast_lab.studies.stats import bootstrap, median
 
 DERIVED = "derived from the study's subject; its text gives no number for it"
@@ -29,15 +29,13 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     measured = [row for row in rows if row["status"] == MEASURED]
     cost = [row for row in measured if row["part"] == "cost"]
     workers = [row for row in measured if row["part"] == "workers"]
+    sizes = [_size_claim(cost, optimizer, copies, seed) for optimizer, copies in COPIES.items()]
+    of_workers = [_root_is_constant(workers, seed), _root_share_grows(workers, seed), _rank_bytes_grow(workers, seed)]
     return [
-        *(_size_claim(cost, optimizer, copies, seed) for optimizer, copies in COPIES.items()),
-        _formats_agree(cost, seed),
-        _compression(cost, seed),
-        _root_is_constant(workers, seed),
-        _root_share_grows(workers, seed),
-        _rank_bytes_grow(workers, seed),
-        _deterministic(measured),
-        _loads_equal(cost),
+        *decided_by(["cost"], [*sizes, _formats_agree(cost, seed), _compression(cost, seed)]),
+        *decided_by(["workers"], of_workers),
+        *decided_by(["determinism"], [_deterministic(measured)]),
+        *decided_by(["cost"], [_loads_equal(cost)]),
     ]
 
 

@@ -11,17 +11,24 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import EXTRAPOLATED, MEASURED, NOT_RUN, Options, Row, Task, check_parts
+from holdfast_lab.studies.base import EXTRAPOLATED, FAILED, MEASURED, NOT_RUN, Options, Row, Task, check_parts
 from holdfast_lab.studies.checkpoint_cost.claims import COMPRESSING, hold_claims
 from holdfast_lab.studies.checkpoint_cost.page import sections
-from holdfast_lab.studies.frameworks import FRAMEWORKS, WorkerFailed
+from holdfast_lab.studies.frameworks import FRAMEWORKS, NotInstalled, WorkerFailed
 from holdfast_lab.workloads.data import load_dataset
 from holdfast_lab.workloads.models import layers_of, make_model
+
+if TYPE_CHECKING:  # the scripts run in other environments, by name: only this shows that they define what is called
+    from holdfast_lab.studies.checkpoint_cost.workers import with_holdfast, with_orbax, with_tensorflow, with_torch
+    from holdfast_lab.studies.checkpoint_cost.workers.measure import MeasuredFramework, TrainedFramework
+
+    _MEASURED: tuple[MeasuredFramework, ...] = (with_torch, with_tensorflow, with_holdfast, with_orbax)
+    _TRAINED: tuple[TrainedFramework, ...] = (with_torch, with_tensorflow)
 
 TINY = "tiny"
 NETWORKS = ("alexnet", "resnet50", "vgg16")
@@ -129,7 +136,7 @@ class _Plan:
                 tasks += [
                     Task(f"workers: {name}, {count}", partial(self._share, name, count)) for count in self.workers
                 ]
-                tasks.append(Task(f"more workers: {name}", partial(self._extrapolate, name)))
+                tasks.append(Task(f"more workers: {name}", partial(self._extrapolate, name), derived=True))
         return tasks
 
     def left_out(self) -> list[str]:
@@ -323,8 +330,10 @@ class _Plan:
         """Return the rows with the columns of ``about``; if measuring fails, one row with the reason."""
         try:
             rows = measure()
-        except WorkerFailed as error:
+        except NotInstalled as error:
             rows = [{"status": NOT_RUN, "why": str(error)}]
+        except WorkerFailed as error:
+            rows = [{"status": FAILED, "why": str(error)}]
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
         return [{**about, "status": MEASURED, **row} for row in rows]
@@ -359,7 +368,9 @@ def _described(name: str, known: Sequence[Row]) -> Row:
     for row in known:
         if row["part"] == "versions" and row["framework"] == name:
             return row
-    why = [row["why"] for row in known if row["framework"] == name and row["status"] == NOT_RUN]
+    if absent := FRAMEWORKS[name].why_not():
+        raise NotInstalled(absent)
+    why = [row["why"] for row in known if row["framework"] == name and row["status"] == FAILED]
     raise WorkerFailed(why[0] if why else f"{name} was not queried for its capabilities")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row, statement
+from holdfast_lab.studies.base import MEASURED, Claim, Row, decided_by, statement
 from holdfast_lab.studies.exact.cost import SHARES
 from holdfast_lab.studies.exact.goodput import EVEN, FEWEST
 from holdfast_lab.studies.exact.spread import EXACT, POLICIES, spreads
@@ -64,20 +64,26 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     cost = [row for row in measured if row["part"] == "cost"]
     jobs = [row for row in measured if row["part"] == "goodput"]
     trained = spreads(measured, seed)
-    return [
+    ratios = [
         _ratio(ONE_SLICE, _at(cost, FOLD, SHARES[:1]), "to_any"),
         *(_ratio(claim, _at(cost, order, SHARES[1:]), "to_any") for order, claim in MORE_SLICES.items()),
         _ratio(CERTIFIED, _at(cost, CERTIFICATE, SHARES[:1]), "to_fold"),
         _ratio(WITHOUT, _at(cost, FOLD, SHARES[:1]), "to_plain"),
         _ratio(FASTER, _at(cost, FOLD, SHARES[:1]), "to_ddp", most=1.0),
-        _memory([row for row in measured if row["part"] == "memory" and row["variant"] in ORDERED]),
-        _goodput(jobs, seed),
-        _imbalance(jobs, seed),
+    ]
+    memory = _memory([row for row in measured if row["part"] == "memory" and row["variant"] in ORDERED])
+    ends = [
         *(
             _one_point(claim, [row for row in trained if row["policy"] == policy])
             for policy, claim in ONE_POINT.items()
         ),
         *(_spread(claim, [row for row in trained if row["policy"] == policy]) for policy, claim in SPREAD.items()),
+    ]
+    return [
+        *decided_by(["cost"], ratios),
+        *decided_by(["memory"], [memory]),
+        *decided_by(["goodput"], [_goodput(jobs, seed), _imbalance(jobs, seed)]),
+        *decided_by(["spread"], ends),
     ]
 
 

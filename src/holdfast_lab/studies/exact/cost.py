@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
+from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Row, Task
 from holdfast_lab.studies.exact.workers.cost import ANY_ORDER, CERTIFICATE, DDP, FOLD, PLAIN, TREE, VARIANTS, WHOLE
 from holdfast_lab.studies.guard.cost import NO_MPIRUN, mpirun_words
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
@@ -105,25 +105,25 @@ def memory_tasks(networks: Sequence[str], *, quick: bool) -> list[Task]:
     return [Task(f"memory: {one.network}, {one.slices} slices", partial(_weigh, one)) for one in found]
 
 
-def _found(timed: TimedTraining) -> dict[str, Any] | str:
-    """Return the results of the workers, or the reason why there are none."""
+def _found(timed: TimedTraining) -> dict[str, Any]:
+    """Return the results of the workers; without any, the status and the reason."""
     mpirun = mpirun_words(timed.workers)
     if not mpirun:
-        return NO_MPIRUN
+        return {"status": NOT_RUN, "why": NO_MPIRUN}
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
         out = Path(name, "found.json")
         limit_s = _START_S + _ROUND_S * timed.rounds
         code, said = ended([*mpirun, *timed.words(out)], own_environment(), Path(name), limit_s)
         if code or not out.is_file():
-            return f"ended with exit status {code}: {said}"
+            return {"status": FAILED, "why": f"ended with exit status {code}: {said}"}
         found: dict[str, Any] = json.loads(out.read_text())
-        return found["failed"] or found
+        return {"status": FAILED, "why": found["failed"]} if found["failed"] else found
 
 
 def _time(timed: TimedTraining, seed: int, _: Sequence[Row]) -> list[Row]:
     about, found = timed.about("cost"), _found(timed)
-    if isinstance(found, str):
-        return [about | {"status": NOT_RUN, "why": found}]
+    if "status" in found:
+        return [about | found]
     return cost_rows(about | {"parameters": found["parameters"]}, found["blocks"], seed)
 
 
@@ -151,8 +151,8 @@ def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row
 
 def _weigh(timed: TimedTraining, _: Sequence[Row]) -> list[Row]:
     about, found = timed.about("memory"), _found(timed)
-    if isinstance(found, str):
-        return [about | {"status": NOT_RUN, "why": found}]
+    if "status" in found:
+        return [about | found]
     return memory_rows(about, found["parameters"], found["bytes"])
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
+from holdfast_lab.studies.base import FAILED, MEASURED, Row, Task
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 
 SCRIPTS = Path(__file__).with_name("workers")
@@ -93,7 +93,7 @@ def _measure(divided: WorkDivision, seed: int, repetition: int, _: Sequence[Row]
         words = [sys.executable, "-m", "holdfast", "run", *divided.words(folder, seed)]
         code, said = ended(words, own_environment(), folder, _LIMIT_S)
         if code:
-            return [about | {"status": NOT_RUN, "why": f"ended with exit status {code}: {said}"}]
+            return [about | {"status": FAILED, "why": f"ended with exit status {code}: {said}"}]
         lines = (folder / "report" / "events.jsonl").read_text().splitlines()
     return [about | {"status": MEASURED} | after_the_kill([json.loads(line) for line in lines], divided.alive)]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row, in_percent, statement
+from holdfast_lab.studies.base import MEASURED, Claim, Row, decided_by, in_percent, statement
+from holdfast_lab.studies.guard.cells import CLEAN, CLEAN_NETWORKS, CRITICAL_PART, KINDS, LONGER, QUICK
 from holdfast_lab.studies.guard.cost import LARGE
 from holdfast_lab.studies.guard.setup import ACTIVATIONS, GRADIENTS, MESSAGE, OF_ONE_REPLICA, WEIGHTS
 from holdfast_lab.studies.stats import wilson
@@ -30,14 +31,18 @@ COST = (
 def hold_claims(rows: Sequence[Row]) -> list[Claim]:
     """Return every claim with its result."""
     kinds = [row for row in rows if row["part"] == "kind" and row["status"] == MEASURED]
-    return [
+    flips = [
         _healed(FOUND_AND_HEALED, kinds, WEIGHTS),
         _healed(OF_THE_STATE, kinds, OF_ONE_REPLICA[1]),
         *[_found(kinds, target) for target in (GRADIENTS, ACTIVATIONS, MESSAGE)],
         _found(kinds, MESSAGE, sums=True),
         _within(kinds),
-        _alarms([row for row in rows if row["part"] == "clean"]),
-        _cost([row for row in rows if row["part"] == "cost" and row["status"] == MEASURED]),
+    ]
+    cost = [row for row in rows if row["part"] == "cost" and row["status"] == MEASURED]
+    return [
+        *decided_by(["cell", QUICK, KINDS, CRITICAL_PART, LONGER], flips),
+        *decided_by(["cell", CLEAN, CLEAN_NETWORKS], [_alarms([row for row in rows if row["part"] == "clean"])]),
+        *decided_by(["cost"], [_cost(cost)]),
     ]
 
 

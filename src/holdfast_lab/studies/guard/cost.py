@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
+from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Row, Task
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import bootstrap, median
 
@@ -70,7 +70,7 @@ def _task(timed: TimedGuardTraining, seed: int, _: Sequence[Row]) -> list[Row]:
         limit_s = _START_S + _STEP_S * _VARIANTS * (timed.blocks + 1) * timed.steps
         code, said = ended(command, own_environment(), Path(name), limit_s)
         if code or not out.is_file():
-            return [about | {"status": NOT_RUN, "why": f"ended with exit status {code}: {said}"}]
+            return [about | {"status": FAILED, "why": f"ended with exit status {code}: {said}"}]
         found = json.loads(out.read_text())
     return cost_rows(about | {"parameters": found["parameters"]}, found["blocks"], seed)
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import NOT_RUN, Claim, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.base import FAILED, NOT_RUN, Claim, Options, Row, Task, check_parts, parts_left_out
 from holdfast_lab.studies.campaign import run_campaign
 from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule
 from holdfast_lab.studies.campaign_table import each_row
@@ -114,9 +114,7 @@ def _campaign(options: Options, part: CellGroup, _: Sequence[Row]) -> list[Row]:
     )
     broken = run_campaign(campaign, path, len(os.sched_getaffinity(0)))
     of = {cell.name: list(each_row(path, cell.name)) for cell in part.cells}
-    rows: list[Row] = [
-        {"part": "cell", "status": NOT_RUN, "training": name, "why": why} for name, why in broken.items()
-    ]
+    rows: list[Row] = [{"part": "cell", "status": FAILED, "training": name, "why": why} for name, why in broken.items()]
     return rows + (_clean_rows(part.cells, of) if part.clean else flip_rows(part.cells, of))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, statement
+from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, decided_by, statement
 from holdfast_lab.studies.parallelism.elastic import CALM, GLOO, NOBODY, ULFM
 from holdfast_lab.studies.parallelism.jobs import (
     FORWARD,
@@ -18,6 +18,7 @@ from holdfast_lab.studies.parallelism.jobs import (
     ROLLBACK,
     SHARDED,
 )
+from holdfast_lab.studies.parallelism.needs import OMISSIONS
 from holdfast_lab.studies.parallelism.rows import LOAD, NOT_COMPARED
 from holdfast_lab.studies.stats import bootstrap, median, share_interval
 
@@ -35,6 +36,10 @@ _FEWEST = 3
 """With fewer runs than this, no interval is given."""
 
 
+_OF_KILLS = ("undisturbed", "kill", "replaced", "recovery")
+"""Kinds of tasks, and part of their rows, with a worker that is killed."""
+
+
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     """Return every claim with the finding."""
     measured = [row for row in rows if row["status"] == MEASURED]
@@ -44,7 +49,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     kept = [row for row in killed if row["strategy"] in (ROLLBACK, FORWARD, REINIT)]
     elastic = [row for row in rows if row["part"] == "elastic" and row.get("scenario") != CALM]
     exact = [row for row in killed if row["strategy"] == ROLLBACK and row["differs"] != NOT_COMPARED]
-    return [
+    kills = [
         _share("Any worker may be killed: training completes", CODE_DERIVED, attempted, lambda row: row["completes"]),
         _share(
             "Survivors end with the same weights, to the bit",
@@ -71,12 +76,16 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
             [row for row in killed if row["strategy"] != FORWARD],
             lambda row: row["each_once"],
         ),
+    ]
+    reread = [
         _share(
             "Survivors that reread the dead worker's blocks hold the whole dataset, each block once",
             CODE,
             [row for row in measured if row["part"] == "data"],
             lambda row: row["held_once"],
         ),
+    ]
+    costs = [
         _loses_little(
             "Continuing without the dead worker's part of the iteration costs little accuracy",
             [row for row in killed if row["strategy"] == FORWARD],
@@ -93,14 +102,25 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
             seed,
         ),
         _no_checkpoint_needed(kept),
-        _part_is_lost(measured),
+    ]
+    comes_back = [
         _part_comes_back(killed),
         _restart_redoes_more(killed, seed),
         _rebuilding_takes_longer(killed, seed),
-        _every_call_is_needed(measured),
+    ]
+    elastic_claims = [
         _collective_is_done_again(elastic),
         _newcomers_leave_no_trace(elastic),
         _is_quicker_than_elastic_horovod(elastic, seed),
+    ]
+    return [
+        *decided_by(_OF_KILLS, kills),
+        *decided_by(["data"], reread),
+        *decided_by(_OF_KILLS, costs),
+        *decided_by(["structures", "bare"], [_part_is_lost(measured)]),
+        *decided_by(_OF_KILLS, comes_back),
+        *decided_by([f"without {omission.call}" for omission in OMISSIONS], [_every_call_is_needed(measured)]),
+        *decided_by(["elastic"], elastic_claims),
     ]
 
 

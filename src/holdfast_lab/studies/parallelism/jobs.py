@@ -173,6 +173,7 @@ class ParallelismOutcome:
         notes: The notes of each worker that ended.
         files: Number of files that the job wrote besides its report and notes.
         failed: Why it failed, in a line; "" if it succeeded.
+        code: Its exit code; negative for the signal that killed it.
     """
 
     report: dict[str, Any] = field(default_factory=dict)
@@ -180,6 +181,7 @@ class ParallelismOutcome:
     notes: list[dict[str, Any]] = field(default_factory=list)
     files: int = 0
     failed: str = ""
+    code: int = 0
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """Return the records of one kind."""
@@ -216,7 +218,7 @@ def carry_out(job: ParallelismRun, data: Path | None, timeout_s: float) -> Paral
         (folder / "notes").mkdir()
         words = [sys.executable, "-m", "holdfast", "run", *job.words(folder)]
         code, said = ended(words, job.environment(), folder, timeout_s)
-        return _read(folder, "" if code == 0 else f"ended with exit code {code}: {said}")
+        return _read(folder, "" if code == 0 else f"ended with exit code {code}: {said}", code)
 
 
 def ended(words: Sequence[str], env: dict[str, str], folder: Path, timeout_s: float) -> tuple[int, str]:
@@ -245,14 +247,15 @@ def ended(words: Sequence[str], env: dict[str, str], folder: Path, timeout_s: fl
     return code, (lines or ["no output"])[-1][:_LAST_WORDS]
 
 
-def _read(folder: Path, failed: str) -> ParallelismOutcome:
+def _read(folder: Path, failed: str, code: int) -> ParallelismOutcome:
     report, events = folder / "report" / "report.json", folder / "report" / "events.jsonl"
     if not report.is_file():
-        return ParallelismOutcome(failed=failed or "it wrote no report")
+        return ParallelismOutcome(failed=failed or "it wrote no report", code=code)
     return ParallelismOutcome(
         report=json.loads(report.read_text()),
         events=[json.loads(line) for line in events.read_text().splitlines()],
         notes=[json.loads(path.read_text()) for path in sorted((folder / "notes").glob("notes-*.json"))],
         files=sum(path.is_file() for place in ("here", "saved") for path in (folder / place).rglob("*")),
         failed=failed,
+        code=code,
     )

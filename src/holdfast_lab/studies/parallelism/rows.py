@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.parallelism.jobs import (
     HYBRID,
     PIPELINE,
@@ -77,8 +77,9 @@ def row_of(job: ParallelismRun, outcome: ParallelismOutcome, undisturbed: Row | 
     """Return the row of a run; ``undisturbed`` is the row of the same run without a kill."""
     about = {**job.about(), "part": "recovery" if job.kills else "undisturbed", "status": MEASURED}
     if not outcome.report or (outcome.failed and not job.kills):
-        # It was run and counts as failed; the row has nothing else.
-        return {**about, "status": NOT_RUN, "completes": False, "why": outcome.failed}
+        # With a kill, not to end is a finding: it counts against the claims, and another try would hide it.
+        status = NOT_RUN if job.kills else FAILED
+        return {**about, "status": status, "completes": False, "why": outcome.failed}
     row = {**about, **_pace(outcome), **_end(outcome)}
     if job.kills:
         row |= _recovery(outcome) | _restored(outcome.report["restored"]) | {"differs": NOT_COMPARED}
@@ -190,7 +191,7 @@ def data_row(job: ParallelismRun, outcome: ParallelismOutcome) -> Row:
     """Return what survivors reread after the kill of a worker with data blocks, and the blocks held at the end."""
     about = {**job.about(), "part": "data", "status": MEASURED}
     if outcome.failed:
-        return {**about, "status": NOT_RUN, "why": outcome.failed}
+        return {**about, "status": FAILED, "why": outcome.failed}
     first_kill = min(step for _, step in job.kills)
     again = [read for note in outcome.notes for read in note["reads"] if read["step"] >= first_kill]
     held = sorted(block for note in outcome.notes for block in note["held"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Options, Row, Task
+from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Options, Row, Task
 from holdfast_lab.studies.parallelism.claims import hold_claims
 from holdfast_lab.studies.parallelism.elastic import ElasticCase, cases, elastic_row
 from holdfast_lab.studies.parallelism.jobs import (
@@ -260,7 +260,10 @@ class _Plan:
             return {**job.about(), "part": "recovery" if job.kills else "undisturbed", "status": NOT_RUN, "why": why}
         outcome = carry_out(job, self._options.data, self._limit_s)
         same = (row for row in known if row["part"] == "undisturbed" and _is_same(row, job))
-        return row_of(job, outcome, next(same, None) if job.kills else None)
+        undisturbed = next(same, None) if job.kills else None
+        if undisturbed is not None and undisturbed["status"] == FAILED:
+            return {**job.about(), "part": "recovery", "status": FAILED, "why": "the undisturbed run failed"}
+        return row_of(job, outcome, undisturbed)
 
     def _structures(self, kind: str, known: Sequence[Row]) -> list[Row]:
         """Kill a worker without standbys, with and without checkpoints."""
@@ -275,13 +278,13 @@ class _Plan:
         kept = [row for row in of_kind if row["strategy"] == ROLLBACK and row["differs"] != NOT_COMPARED]
         backup = next((row for row in of_kind if row["strategy"] == PARTIAL), None)
         if not kept:
-            return [{"part": "structures", "kind": kind, "status": NOT_RUN, "why": "the run under rollback is missing"}]
+            return [{"part": "structures", "kind": kind, "status": FAILED, "why": "the run under rollback failed"}]
         bare: list[Row] = []
         if kind == PIPELINE or (kind == SHARDED and not self._options.quick):
             job = replace(self._job(kind, ROLLBACK, kept[0]["workers"]), kills=((1, kills[0]),), mirror=0)
             jobs = [replace(job, checkpoints=True), *([] if self._options.quick else [job])]
             bare = [{**self._row(one, known), "part": "bare"} for one in jobs]
-        failed = [row for row in bare if row["status"] == NOT_RUN]
+        failed = [row for row in bare if row["status"] != MEASURED]
         saved, beginning = [*bare, None, None][:2]
         return failed or [*bare, *structure_rows(kind, kept[0], saved, beginning, backup)]
 
@@ -294,7 +297,8 @@ class _Plan:
         outcome = carry_out(job, self._options.data, self._limit_s)
         if not outcome.failed:
             return [{**job.about(), "part": "refused", "status": MEASURED}]
-        return [{**job.about(), "part": "refused", "status": NOT_RUN, "why": outcome.failed}]
+        status = NOT_RUN if outcome.code == _REFUSED else FAILED
+        return [{**job.about(), "part": "refused", "status": status, "why": outcome.failed}]
 
     def _data(self, count: int, _: Sequence[Row]) -> list[Row]:
         scale = replace(self.scale, slices=2 * max(self.workers))
@@ -349,11 +353,13 @@ class _Plan:
             environment = self._job(REPLICATED, ROLLBACK, count).environment()
             code, said = ended([str(word) for word in command], environment, folder, self._limit_s)
             if code:
-                return {"status": NOT_RUN, "why": f"ended with exit code {code}: {said}"}
+                return {"status": FAILED, "why": f"ended with exit code {code}: {said}"}
             measured: Row = json.loads((folder / "out.json").read_text())
             return measured
 
 
+_REFUSED = 2
+"""Exit code of a command that refuses its options."""
 _MPIRUN = ["--oversubscribe", "--bind-to", "none", "--mca", "coll", "^han", "--mca", "mpi_yield_when_idle", "1"]
 if os.getuid() == 0:
     _MPIRUN.append("--allow-run-as-root")

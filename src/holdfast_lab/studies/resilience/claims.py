@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row, statement
+from holdfast_lab.studies.base import MEASURED, Claim, Row, decided_by, statement
 from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, FORWARD, REPLACED, RESTART, ROLLBACK, SPREAD
 from holdfast_lab.studies.resilience.jobs import TAKEN_BACK
 from holdfast_lab.studies.resilience.updates import EAGER, LAZY
@@ -67,7 +67,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     keeps = [row for row in cases if row["batch"] == "global"]
     forward = [row for row in keeps if row["strategy"] == FORWARD and row["averaged"] < 1]
     whole = [row for row in keeps if row["strategy"] == FORWARD and row["averaged"] == 1]
-    return [
+    trained = [
         _bits(ROLLBACK, [row for row in keeps if row["strategy"] == ROLLBACK]),
         _bits(RESTART, [row for row in keeps if row["strategy"] == RESTART]),
         _bits(FORWARD, [row for row in whole if row["rescale"] == "survivors"]),
@@ -83,16 +83,25 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
                all_of_them=True),
         _ratio(PLANNED, _ABSTRACT, _pairs(keeps, _what(ADDITION), _what(REPLACED), "what"), "overhead_percent", seed,
                lambda r: r < 1, all_of_them=True),
+    ]  # fmt: skip
+    real = [
         _real_bits([row for row in points if row["update"] == LAZY]),
         _real_ratio(REAL_ORDER, _overheads(usual, FORWARD), _overheads(usual, ROLLBACK), seed, _no_longer),
         _real_ratio(REAL_RESTART, _overheads(usual, RESTART), _overheads(usual, ROLLBACK), seed,
                     lambda low, high: None if low <= 1 <= high else low > 1),
-        _update_shorter([row for row in rows if row["part"] == "update"]),
+    ]  # fmt: skip
+    overlapped = [
         _update_bits([row for row in points if row["update"] == EAGER and row["strategy"] in TAKEN_BACK]),
         _real_ratio(UPDATE_STEP, _steps(calm, EAGER), _steps(calm, LAZY), seed, _no_longer),
         _predicted(points),
-        _modes([row for row in rows if row["part"] == "modes"]),
-    ]  # fmt: skip
+    ]
+    return [
+        *decided_by(["summed up"], trained),
+        *decided_by(["real"], real),
+        *decided_by(["updates"], [_update_shorter([row for row in rows if row["part"] == "update"])]),
+        *decided_by(["real"], overlapped),
+        *decided_by(["modes"], [_modes([row for row in rows if row["part"] == "modes"])]),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------

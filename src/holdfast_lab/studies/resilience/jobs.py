@@ -15,7 +15,7 @@ from typing import Any
 import holdfast_lab.workloads.train as script
 from holdfast_lab.simulate import Costs
 from holdfast_lab.simulate.measured import read_measured, updates_apart
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.resilience.cases import FORWARD, RESTART, ROLLBACK, ResilienceCase
 from holdfast_lab.studies.resilience.cost import overhead
@@ -85,7 +85,7 @@ def measure(real: RealRun, seed: int, repetition: int) -> list[Row]:
         words = [sys.executable, "-m", "holdfast", "run", *real.words(folder, seed + repetition)]
         code, said = ended(words, own_environment(), folder, _LIMIT_S)
         if code != 0:
-            return [row | {"status": NOT_RUN, "why": f"ended with exit status {code}: {said}"}]
+            return [row | {"status": FAILED, "why": f"ended with exit status {code}: {said}"}]
         report = json.loads((folder / "report" / "report.json").read_text())
         events = [json.loads(line) for line in (folder / "report" / "events.jsonl").read_text().splitlines()]
         costs = {f"cost_{key}": one.value for key, one in read_measured(folder / "report").costs.items()}

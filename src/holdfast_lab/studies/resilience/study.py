@@ -84,7 +84,7 @@ class Resilience:
                     run = partial(_measure, real, options.seed, repetition)
                     tasks.append(Task(f"real: {real.name}, {repetition}", run))
             # A new name, so that a resumed study of an older version computes this task again.
-            tasks.append(Task("real: all compared", partial(compare, seed=options.seed)))
+            tasks.append(Task("real: all compared", partial(compare, seed=options.seed), derived=True))
         return tasks
 
     def left_out(self, options: Options) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, statement
+from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, decided_by, statement
 from holdfast_lab.studies.scar.bound import bound_claims
 from holdfast_lab.studies.scar.claims_further import further_claims
 from holdfast_lab.studies.scar.policies import FRACTIONS, HINDSIGHT, NODES, PARTIAL, SCAR, TRADITIONAL, chosen
@@ -41,10 +41,14 @@ def skews_of(rows: Sequence[Row]) -> dict[str, float]:
     return {row["program"]: row["skew"] for row in rows if row["part"] == "pilot" and row["status"] == MEASURED}
 
 
+_OF_TRIALS = ("rates", "pilot", "main", "late")
+"""Kinds of tasks that claims about single failures take their numbers from."""
+
+
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     """Return every claim with its result."""
     trials, skews = TrialRows(rows, seed), skews_of(rows)
-    return [
+    of_trials = [
         *_headline(trials, skews),
         _near_optimal(trials),
         *_expected_of_scar(trials),
@@ -54,10 +58,13 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
         *[_share_of_square(trials, rows, nodes) for nodes in range(1, NODES)],
         *_order_of_choices(trials),
         _smaller_fraction(trials),
-        _several(trials),
-        _same_bytes(trials, rows),
-        *bound_claims(rows),
-        *further_claims(trials),
+    ]
+    return [
+        *decided_by(_OF_TRIALS, of_trials),
+        *decided_by(["pilot", "2 failures", "3 failures"], [_several(trials)]),
+        *decided_by(_OF_TRIALS, [_same_bytes(trials, rows)]),
+        *decided_by(["perturbations", "kinds of perturbations"], bound_claims(rows)),
+        *decided_by([*_OF_TRIALS, "rehearsal"], further_claims(trials)),
     ]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.report.against import cost_against
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, SHARE, Claim, Row, Task, statement
+from holdfast_lab.studies.base import FAILED, MEASURED, SHARE, Claim, Row, Task, statement
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import share_interval
 
@@ -88,7 +88,7 @@ def run_live(live: LiveRun) -> Row:
         for run, (fabric, words) in runs.items():
             code, said = _run(live, folder / run, fabric, words)
             if code:
-                return {**about, "status": NOT_RUN, "why": f"{run}: ended with exit status {code}: {said}"}
+                return {**about, "status": FAILED, "why": f"{run}: ended with exit status {code}: {said}"}
         return {**about, "status": MEASURED, **_compared(folder)}
 
 

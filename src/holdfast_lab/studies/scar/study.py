@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, EarlierPartFailed, Options, Row, Task, decided_by
 from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.scar.claims import hold_claims
 from holdfast_lab.studies.scar.live import live_claims, live_tasks
@@ -83,7 +83,11 @@ class Scar:
 
     def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
         """See :meth:`Study.claims`."""
-        return [*hold_claims(rows, seed), *live_claims(rows), *held_claims(rows)]
+        return [
+            *hold_claims(rows, seed),
+            *decided_by(["live"], live_claims(rows)),
+            *decided_by(["held"], held_claims(rows)),
+        ]
 
     def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """See :meth:`Study.page`."""
@@ -257,8 +261,14 @@ class _Plan:
 
 
 def _ready(course: ProgramRun, known: Sequence[Row]) -> ProgramRun | None:
-    """Return the course with the results of its pilot, None if the pilot failed."""
-    found = next(row for row in known if row["part"] == "pilot" and row["program"] == course.name)
+    """Return the course with the results of its pilot, None if the pilot says that it cannot be run.
+
+    Raises:
+        EarlierPartFailed: if the pilot failed.
+    """
+    pilots = (row for row in known if row["part"] == "pilot" and row["program"] == course.name)
+    if (found := next(pilots, None)) is None:
+        raise EarlierPartFailed("its pilot failed")
     return with_levels(_at_rate(course, known), found) if found["status"] == MEASURED else None
 
 
@@ -274,6 +284,8 @@ def _at_rate(course: ProgramRun, known: Sequence[Row]) -> ProgramRun:
         return course
     name = course.name.removesuffix(AT_BEST)
     rates = [row["rate"] for row in known if row["part"] == "rate" and row["program"] == name and row.get("best")]
+    if not any(row["part"] == "rate" and row["program"] == name for row in known):
+        raise EarlierPartFailed("the sweep of learning rates failed")
     if not rates:
         raise ConfigError("no best learning rate is known, because the sweep of learning rates failed")
     return replace(course, make=partial(course.make, learning_rate=rates[0]))

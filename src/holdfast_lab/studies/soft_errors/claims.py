@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row, statement
+from holdfast_lab.studies.base import MEASURED, Claim, Row, decided_by, statement
 from holdfast_lab.studies.soft_errors.cells import (
     BIT_BY_BIT,
     CROSSED,
+    EXPERIMENTS,
     FORMATS_TRIED,
     NETWORKS,
     PROPAGATION,
@@ -43,13 +44,16 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     """Return every claim with the finding."""
     cells = [row for row in rows if row["part"] == "cell" and row["status"] == MEASURED]
     ran = [platform for platform in PLATFORMS if any(row["platform"] == platform for row in cells)]
-    return [
+    of_cells = [
         *[claim for trained in _trained(cells) for claim in _absorbed(cells, *trained)],
         *_of_each(MORE_SENSITIVE, SBAC, [_more_sensitive(cells, platform, seed) for platform in ran]),
         *_of_each(ALL_COLLAPSE, SECOND, [_all_collapse(cells, platform) for platform in ran]),
         *_of_each(CRITICAL_BIT, SECOND, [_critical_bit(cells, width) for width in WIDTHS]),
         *_of_each(ONE_DECIDES, SECOND, [_critical_against_below(cells, width) for width in WIDTHS]),
         _propagation(rows),
+    ]
+    return [
+        *decided_by(["cell", QUICK, *EXPERIMENTS], of_cells),
         *[_alone(row) for row in rows if row["part"] == "alone"],
         statement(
             "Horovod is slightly more resilient than DDP",

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.base import FAILED, MEASURED, Row
 from holdfast_lab.studies.explain import explained, shares, spread
 from holdfast_lab.studies.outcomes import OUTCOMES, RWC
 from holdfast_lab.studies.stats import wilson
@@ -88,9 +88,9 @@ def explained_rows(trials: Sequence[Row], seed: int) -> list[Row]:
     ]
 
 
-def not_run_row(settings: Mapping[str, Any], why: str) -> Row:
+def failed_row(settings: Mapping[str, Any], why: str) -> Row:
     """Return the row of a cell that could not be prepared."""
-    return {"part": "cell", "status": NOT_RUN, **_about(settings), "why": why}
+    return {"part": "cell", "status": FAILED, **_about(settings), "why": why}
 
 
 def _about(settings: Mapping[str, Any]) -> Row:

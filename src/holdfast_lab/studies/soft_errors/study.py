@@ -22,7 +22,7 @@ from holdfast_lab.studies.soft_errors.alone import alone_row, pair_for
 from holdfast_lab.studies.soft_errors.cells import EXPERIMENTS, QUICK, Pair, cells_of, experiments, quick_pairs
 from holdfast_lab.studies.soft_errors.claims import hold_claims
 from holdfast_lab.studies.soft_errors.page import sections
-from holdfast_lab.studies.soft_errors.rows import FACTORS, cell_row, error_rows, explained_rows, not_run_row
+from holdfast_lab.studies.soft_errors.rows import FACTORS, cell_row, error_rows, explained_rows, failed_row
 from holdfast_lab.studies.soft_errors.setup import DDP, PLATFORMS, SESSION, SoftErrorSetup
 from holdfast_lab.studies.soft_errors.trial import prepare, trial
 from holdfast_lab.workloads import load_dataset
@@ -151,8 +151,8 @@ class _Plan:
         tasks = [Task(name, partial(self._campaign, name, pairs)) for name, pairs in parts.items()]
         every = [pair for pairs in parts.values() for pair in pairs]
         if pair := pair_for([pair for pair in every if pair[1].network in SMALL]):
-            tasks.append(Task("alone", partial(self._alone, pair)))
-        return [*tasks, Task("explained", partial(self._explained, every))]
+            tasks.append(Task("alone", partial(self._alone, pair), derived=True))
+        return [*tasks, Task("explained", partial(self._explained, every), derived=True)]
 
     def left_out(self) -> list[str]:
         told = ["Horovod, and CIFAR-100 with ResNet-50 at full length; choose the nearest with --data and --network."]
@@ -193,7 +193,7 @@ class _Plan:
         for cell in cells:
             mine = list(each_row(path, cell.name))
             if cell.name in broken:
-                rows.append(not_run_row(cell.settings, broken[cell.name]))
+                rows.append(failed_row(cell.settings, broken[cell.name]))
             elif mine:
                 rows += [cell_row(cell.settings, mine), *error_rows(cell.settings, mine)]
         return rows

@@ -1,7 +1,7 @@
 """Measure the cost of a framework's checkpoints: ``python measure.py FRAMEWORK TASK.json ROWS.jsonl``.
 
 Clock, files and checks are the same for every framework; ``with_FRAMEWORK.py`` beside this file defines how that
-framework makes, saves and loads a state. Needs only Python, numpy and the framework.
+framework makes, saves and loads a state: it is a :class:`MeasuredFramework`, or a :class:`TrainedFramework`. Needs only Python, numpy and the framework.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 Row = dict[str, Any]
 
@@ -125,6 +125,75 @@ class SaveMethod:
     keep: Callable[[Any, Path, int], None] | None = field(default=None)
 
 
+class MeasuredFramework(Protocol):
+    """What ``with_FRAMEWORK.py`` defines for the cost of its saves."""
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions measured."""
+        ...
+
+    def make(self, task: Row, seed: int) -> Any:
+        """Return a network of the task's layers, and the task's optimizer after a step."""
+        ...
+
+    def parameters(self, state: Any) -> int:
+        """Return the number of parameters."""
+        ...
+
+    def values(self, state: Any, whole: bool) -> Iterator[Any]:
+        """Yield every saved array; if not ``whole``, without the optimizer's."""
+        ...
+
+    def ways(self) -> dict[str, SaveMethod]:
+        """Return the ways to save, by name."""
+        ...
+
+
+class MeasuredTraining(Protocol):
+    """A small training whose state consists of the framework's pieces."""
+
+    def step(self, number: int, /) -> None:
+        """Train on one mini-batch."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Save every piece."""
+        ...
+
+    def load(self, path: Path, loaded: list[str]) -> None:
+        """Load the named pieces."""
+        ...
+
+    def weights(self) -> list[Any]:
+        """Return parameters and buffers."""
+        ...
+
+
+@runtime_checkable
+class TrainedFramework(MeasuredFramework, Protocol):
+    """What ``with_FRAMEWORK.py`` defines for trainings, alone and of several workers."""
+
+    def pieces(self) -> list[str]:
+        """Return the pieces of a run's state."""
+        ...
+
+    def saved_by_default(self) -> list[str]:
+        """Return the pieces that the one line of the framework's tutorial saves."""
+        ...
+
+    def training(self, task: Row) -> MeasuredTraining:
+        """Return a new training."""
+        ...
+
+    def share(self, task: Row) -> list[Row]:
+        """Train and save as one of several workers."""
+        ...
+
+    def load_together(self, task: Row, scheme: str, folder: Path, rank: int) -> list[Any]:
+        """Load as a rank of another number of workers; return every array."""
+        ...
+
+
 def main() -> None:
     """Run the task in the file that the second argument names."""
     name, task_path, rows_path = sys.argv[1:4]
@@ -138,20 +207,20 @@ def main() -> None:
     draft.replace(rows_path)
 
 
-def describe(framework: Any, _: Row) -> list[Row]:
+def describe(framework: MeasuredFramework, _: Row) -> list[Row]:
     """Report versions, ways of saving, and the pieces of a run's state."""
     return [
         {
             "versions": {"python": platform.python_version(), **framework.versions()},
             "ways": list(framework.ways()),
             "rotates": [name for name, way in framework.ways().items() if way.keep is not None],
-            "pieces": framework.pieces() if hasattr(framework, "pieces") else [],
-            "default": framework.saved_by_default() if hasattr(framework, "saved_by_default") else [],
+            "pieces": framework.pieces() if isinstance(framework, TrainedFramework) else [],
+            "default": framework.saved_by_default() if isinstance(framework, TrainedFramework) else [],
         }
     ]
 
 
-def cost(framework: Any, task: Row) -> list[Row]:
+def cost(framework: MeasuredFramework, task: Row) -> list[Row]:
     """Save and load states in every way, several times each; a failing way does not end the measurement."""
     rows = [{"part": "versions", **row} for row in describe(framework, task)] if task["describe"] else []
     for optimizer in task["optimizers"]:
@@ -164,8 +233,8 @@ def cost(framework: Any, task: Row) -> list[Row]:
     return rows
 
 
-def _cost_of(framework: Any, task: Row, name: str, state: Any, other: Any) -> list[Row]:
-    way: SaveMethod = framework.ways()[name]
+def _cost_of(framework: MeasuredFramework, task: Row, name: str, state: Any, other: Any) -> list[Row]:
+    way = framework.ways()[name]
     if not way.whole and task["optimizer"] != "none":
         return [{"status": "not run", "why": "saves no optimizer state: measured without one"}]
     rows: list[Row] = []
@@ -179,7 +248,7 @@ def _cost_of(framework: Any, task: Row, name: str, state: Any, other: Any) -> li
                 equal = _equal(framework.values(state, way.whole), framework.values(other, way.whole))
             rows.append({**row, "status": "measured", "loads_equal": equal})
     except Exception as error:  # frameworks raise anything
-        rows.append({"status": "not run", "why": f"{type(error).__name__}: {error}"[:300]})
+        rows.append({"status": "failed", "why": f"{name}: {type(error).__name__}: {error}"[:300]})
     shutil.rmtree(task["folder"], ignore_errors=True)
     return rows
 
@@ -196,7 +265,7 @@ def _bytes(array: Any) -> Any:
     return memoryview(array.reshape(-1)).cast("B") if array.size else b""
 
 
-def _warm_up(framework: Any, task: Row, way: SaveMethod) -> None:
+def _warm_up(framework: MeasuredFramework, task: Row, way: SaveMethod) -> None:
     """Save and load something small, because a framework's first use imports and compiles."""
     layer = {"kind": "linear", "inputs": 8, "outputs": 8, "bias": True}
     small = framework.make({**task, "layers": [layer]}, 0)
@@ -245,12 +314,12 @@ def load(way: SaveMethod, state: Any, folder: Path) -> Row:
     return {"load_cold_s": times_s[0], "load_s": times_s[1]}
 
 
-def save_times(framework: Any, task: Row) -> list[Row]:
+def save_times(framework: MeasuredFramework, task: Row) -> list[Row]:
     """Measure how long each way takes to save over an older checkpoint."""
     old, new = (framework.make(task, task["seed"] + k) for k in (0, 1))
     rows = []
     for name in task["ways"]:
-        way: SaveMethod = framework.ways()[name]
+        way = framework.ways()[name]
         _warm_up(framework, task, way)
         folder = fresh(task["folder"])
         finish_save(way, old, folder)
@@ -260,9 +329,9 @@ def save_times(framework: Any, task: Row) -> list[Row]:
     return rows
 
 
-def killed_save(framework: Any, task: Row) -> list[Row]:
+def killed_save(framework: MeasuredFramework, task: Row) -> list[Row]:
     """Die in the middle of a save over an older checkpoint; the kernel's alarm kills, so no handler runs."""
-    way: SaveMethod = framework.ways()[task["way"]]
+    way = framework.ways()[task["way"]]
     folder = fresh(task["folder"])
     old, new = (framework.make(task, task["seed"] + k) for k in (0, 1))
     finish_save(way, old, folder)
@@ -274,12 +343,12 @@ def killed_save(framework: Any, task: Row) -> list[Row]:
     return []
 
 
-def after_kill(framework: Any, task: Row) -> list[Row]:
+def after_kill(framework: MeasuredFramework, task: Row) -> list[Row]:
     """Report what can be loaded after each :func:`killed_save`."""
     return [{"way": case["way"], "found": what_loads(framework, {**task, **case})} for case in task["cases"]]
 
 
-def damage(framework: Any, task: Row) -> list[Row]:
+def damage(framework: MeasuredFramework, task: Row) -> list[Row]:
     """For each way: flip seven bits in the largest file and report what is loaded; count what rotation keeps."""
     return [
         {"way": name, "found": _damage_of(framework, {**task, "way": name}), "kept": _kept(framework, task, name)}
@@ -287,8 +356,8 @@ def damage(framework: Any, task: Row) -> list[Row]:
     ]
 
 
-def _damage_of(framework: Any, task: Row) -> str:
-    way: SaveMethod = framework.ways()[task["way"]]
+def _damage_of(framework: MeasuredFramework, task: Row) -> str:
+    way = framework.ways()[task["way"]]
     folder = fresh(task["folder"])
     finish_save(way, framework.make(task, task["seed"]), folder)
     largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -301,12 +370,12 @@ def _damage_of(framework: Any, task: Row) -> str:
     return what_loads(framework, task)
 
 
-def _kept(framework: Any, task: Row, name: str) -> int | None:
+def _kept(framework: MeasuredFramework, task: Row, name: str) -> int | None:
     """Save seven steps with the framework's own rotation set to keep two.
 
     Return how many remain, or None without rotation.
     """
-    way: SaveMethod = framework.ways()[name]
+    way = framework.ways()[name]
     if way.keep is None:
         return None
     state = framework.make(task, task["seed"])
@@ -318,9 +387,9 @@ def _kept(framework: Any, task: Row, name: str) -> int | None:
     return round(sizes[1] / sizes[0])
 
 
-def what_loads(framework: Any, task: Row) -> str:
+def what_loads(framework: MeasuredFramework, task: Row) -> str:
     """Return "old" or "new" if one of these states is loaded, "other" for another state, "nothing ..." for an error."""
-    way: SaveMethod = framework.ways()[task["way"]]
+    way = framework.ways()[task["way"]]
     known = {
         digest(framework.values(framework.make(task, task["seed"] + k), way.whole)): name
         for k, name in enumerate(("old", "new"))
@@ -337,13 +406,13 @@ def what_loads(framework: Any, task: Row) -> str:
     return known.get(digest(framework.values(state, way.whole)), "other")
 
 
-def train(framework: Any, task: Row) -> list[Row]:
+def train(framework: TrainedFramework, task: Row) -> list[Row]:
     """Train a small network several times: from the beginning, or from all or some of the pieces of an earlier save."""
     import numpy as np
 
     rows = []
     for run in task["runs"]:
-        job = framework.Training(task)
+        job = framework.training(task)
         first = 0
         if run["resumed"]:
             first = task["save_at"]
@@ -358,13 +427,12 @@ def train(framework: Any, task: Row) -> list[Row]:
     return rows
 
 
-def share(framework: Any, task: Row) -> list[Row]:
+def share(framework: TrainedFramework, task: Row) -> list[Row]:
     """Train and save with several workers; worker 0 returns the rows."""
-    rows: list[Row] = framework.share(task)
-    return rows
+    return framework.share(task)
 
 
-def elsewhere(framework: Any, task: Row) -> list[Row]:
+def elsewhere(framework: TrainedFramework, task: Row) -> list[Row]:
     """Load what another number of workers saved; each worker records the result."""
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
     for scheme in task["schemes"]:
@@ -427,7 +495,7 @@ def digest(arrays: Any) -> str:
     return result.hexdigest()
 
 
-DOING = {
+DOING: dict[str, Callable[[Any, Row], list[Row]]] = {
     "describe": describe,
     "cost": cost,
     "save_times": save_times,

@@ -157,6 +157,11 @@ def saved_by_default() -> list[str]:
     return ["model", "optimizer", "framework rng"]
 
 
+def training(task: Row) -> TensorflowTraining:
+    """Return a new training."""
+    return TensorflowTraining(task)
+
+
 class TensorflowTraining:
     """A small network with dropout, momentum, a schedule, shuffled samples and noise on the images."""
 

@@ -149,6 +149,11 @@ def saved_by_default() -> list[str]:
     return ["model"]
 
 
+def training(task: Row) -> TorchTraining:
+    """Return a new training."""
+    return TorchTraining(task)
+
+
 class TorchTraining:
     """A small network with dropout, momentum, a schedule, shuffled samples and noise on the images."""
 

@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 
 import holdfast
-from holdfast.errors import InternalError
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.records.types import Finished, Record
 from holdfast.session.session import forget_sessions
+from holdfast_lab.studies.campaign_plan import OWN_BUGS
 from holdfast_lab.studies.guard.setup import GuardSetup
 from holdfast_lab.studies.outcomes import are_finite
 from holdfast_lab.workloads import load_dataset, loss_of, make_model, make_optimizer
@@ -121,7 +121,7 @@ def train(
         # The guard prints its findings.
         with contextlib.redirect_stderr(io.StringIO()):
             finite = _train(session, model, data.train, setup.batch, epochs, to_the_end=guard != OFF)
-    except InternalError:
+    except OWN_BUGS:
         raise
     except Exception as error:  # a flip may cause any error; all count as a failed training
         return GuardResult(records=records.written, steps=session.step, error=f"{type(error).__name__}: {error}")

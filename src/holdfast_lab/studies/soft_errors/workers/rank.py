@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import InternalError
+from holdfast_lab.studies.campaign_plan import OWN_BUGS
 from holdfast_lab.studies.soft_errors.setup import SESSION, SoftErrorSetup
 from holdfast_lab.studies.soft_errors.workers.process import RankProcess
 from holdfast_lab.studies.soft_errors.workers.session import SessionProcess
@@ -58,7 +58,7 @@ def serve(
         return  # the parent has ended
     except Exception as error:
         told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        connection.send([told | {"is_ours": isinstance(error, InternalError)}])
+        connection.send([told | {"is_ours": isinstance(error, OWN_BUGS)}])
 
 
 def _loopback() -> str:
