@@ -132,7 +132,9 @@ class EventFormatter:
         # Under torch.distributed, before the first step or without steps, no step can be named.
         has_no_step = record.decision == "continue" and self._started is None
         if has_no_step:  # whether a script continues depends on its next collective
-            return "; ".join([*parts, f"{_ranks(record.survivors)} {'is' if len(record.survivors) == 1 else 'are'} left"])
+            return "; ".join(
+                [*parts, f"{_ranks(record.survivors)} {'is' if len(record.survivors) == 1 else 'are'} left"]
+            )
         if record.decision in ("redo", "grow") and not record.redone_steps:
             verb = "continues" if len(record.survivors) == 1 else "continue"
             return "; ".join([*parts, f"{_ranks(record.survivors)} {verb}"])
