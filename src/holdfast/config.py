@@ -93,8 +93,8 @@ class Settings:
     )
     empty_seats: str = option(
         "fill",
-        help="torch.distributed: gathers of metrics take a survivor's value for a failed rank, or raise RanksLost.",
-        manual="`torch.distributed` scripts: while the seat of a failed rank is empty, a gather of metrics takes the value of the lowest surviving rank for it, which the report records; or it raises `RanksLost`. Gathers of parameter shards always raise: [own-script-with-torch-distributed.md](../how-to/own-script-with-torch-distributed.md#empty-seats)",
+        help="torch.distributed: sums are scaled for failed ranks and gathers filled; or only filled; or RanksLost.",
+        manual="`torch.distributed` scripts: while the seat of a failed rank is empty, `fill` scales the script's sums so that `sum / world_size` stays a mean, and fills gathers of metrics with the value of the lowest surviving rank; `survivors` leaves sums as they are; `raise` raises `RanksLost`. What ranks hold of a split state always raises: [own-script-with-torch-distributed.md](../how-to/own-script-with-torch-distributed.md#empty-seats)",
         group="Recovery",
         choices=setting_choices.EMPTY_SEATS,
     )

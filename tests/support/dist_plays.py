@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast.distributed
 import holdfast.distributed.group
 from holdfast.comm.allreduce.shm import SharedMemoryReduce
+from holdfast.distributed.parts import Fate
 from holdfast.errors import PeerFailed
 
 FOLDER = "DIST_PLAYS_FOLDER"
@@ -317,7 +318,7 @@ def without_recovery(script):
     submit = holdfast.distributed.group.HoldfastGroup._submit
 
     def submit_once(group, *args, **kwargs):
-        return submit(group, *args, **(kwargs | {"recovers": False}))
+        return submit(group, *args, **(kwargs | {"fate": Fate()}))
 
     holdfast.distributed.group.HoldfastGroup._submit = submit_once
     dist.destroy_process_group()

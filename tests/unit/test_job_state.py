@@ -40,10 +40,8 @@ def ended(rank, exit_code, step=4, t_s=5.0):
     return WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=exit_code, pid=1)
 
 
-def failed(rank, t_s=5.0, exit_code=1, *, is_bug=False):
-    return ScriptFailed(
-        t_s=t_s, rank=rank, step=4, exit_code=exit_code, message=f"boom {rank}", traceback="T", is_bug=is_bug
-    )
+def failed(rank, t_s=5.0, exit_code=1, **more):
+    return ScriptFailed(t_s=t_s, rank=rank, step=4, exit_code=exit_code, message=f"boom {rank}", traceback="T", **more)
 
 
 def killed(rank):
@@ -93,6 +91,21 @@ def test_a_bug_of_the_script_is_final(judge):
     judge.apply(recovered(0, lost=(1,)))
 
     assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T", is_final=True)
+
+
+def test_scripts_that_need_failed_ranks_lose_the_job_as_a_whole(judge):
+    judge.apply(ended(1, -9, t_s=4.0))
+    judge.apply(failed(2, t_s=5.2, is_loss=True))
+    judge.apply(failed(0, t_s=5.0, is_loss=True))
+
+    assert judge.verdict(6.0, running=True) == JobLost("boom 0", is_final=False)
+
+
+def test_an_error_of_the_script_beside_them_is_what_ends_it(judge):
+    judge.apply(failed(0, t_s=5.0, is_loss=True))
+    judge.apply(failed(2, t_s=5.2))
+
+    assert isinstance(judge.verdict(6.0, running=True), JobBroken)
 
 
 RECOVERED_BEFORE = replace(recovered(0, lost=(2,)), t_s=4.0)

@@ -97,7 +97,7 @@ def test_who_is_lost_while_another_leaves_is_lost():
 
 
 def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
-    assert EventFormatter().format(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 continue"
+    assert EventFormatter().format(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 are left"
 
 
 def test_forward_goes_on_with_the_step():

@@ -238,6 +238,16 @@ def test_an_error_that_another_try_may_avoid_is_no_bug(tmp_path, line, is_bug):
     assert run(line, tmp_path).is_bug is is_bug
 
 
+def test_lost_ranks_are_known_through_the_error_of_a_callback_and_of_what_followed(tmp_path):
+    lost = "__import__('holdfast').errors.RanksLost('gone')"
+    wrapped = "raise RuntimeError('Got the following error when running the callback: RanksLost: gone')"
+
+    assert run(f"raise {lost}", tmp_path).is_loss
+    assert run(wrapped, tmp_path).is_loss
+    assert run(f"try:\n    raise {lost}\nfinally:\n    1 / 0", tmp_path).is_loss
+    assert not run("1 / 0", tmp_path).is_loss
+
+
 def test_a_traceback_begins_in_the_script(tmp_path):
     failed = run("def f():\n    1 / 0\nf()\n", tmp_path)
 
@@ -353,7 +363,7 @@ def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
 def test_no_step_goes_on_where_there_is_none():
     story = EventFormatter()
 
-    assert story.format(goes_on(0)) == "lost rank 1; ranks 0, 2 continue"
+    assert story.format(goes_on(0)) == "lost rank 1; ranks 0, 2 are left"
     assert [story.format(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
 
 
@@ -558,13 +568,16 @@ def test_a_node_that_left_ends_with_the_code_of_its_scheduler(code):
     assert message == "the workers of node 1 have left as requested; the job continues"
 
 
-@pytest.mark.parametrize(("could_not_connect", "code"), [(False, 93), (True, 1)])
-def test_restarts_in_which_the_workers_could_not_connect_are_worth_another_try(could_not_connect, code):
+@pytest.mark.parametrize(
+    ("lost", "could_not_connect", "code"),
+    [(JobLost("lost"), False, 93), (JobLost("lost"), True, 1), (JobLost("lost", is_final=False), False, 1)],
+)
+def test_restarts_are_worth_another_try_without_connections_and_after_lost_ranks(lost, could_not_connect, code):
     job = Job(script=Path("train.py"), settings=Settings(workers=2))
 
     broken = why_not_again(
         job,
-        JobLost("lost"),
+        lost,
         3,
         2,
         in_vain=3,

@@ -5,7 +5,8 @@ backend name alone is enough. Start with ``holdfast run -n 4 SCRIPT``, with ``--
 with ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
 
 When a rank fails, the all-reduces of ``DistributedDataParallel`` are retried over the survivors and averaged over them.
-In a gather of metrics a survivor's value stands in for the failed rank's (``--empty-seats``). Any other collective raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
+So are the script's own sums, barriers, broadcasts and gathers of metrics (``--empty-seats``). A collective of parts of a
+state raises :class:`~holdfast.errors.RanksLost` once, on every survivor, and works again afterwards.
 Ranks and group sizes do not change; :func:`alive` returns the surviving ranks, and :func:`is_lead` whether this is the
 lowest of them, which saves and logs. With ``--spares`` or ``--respawn``, a new
 process takes the rank of a failed one, if the script calls :func:`register`.

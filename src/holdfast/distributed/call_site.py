@@ -103,9 +103,9 @@ class CallSite:
         """Whether ``SyncBatchNorm`` exchanges statistics, in a forward or a backward pass."""
 
     @property
-    def is_framework(self) -> bool:
-        """Whether a framework calls, outside of the backward pass; the frames of torch's own API do not count."""
-        return self.task < 0 and _package_of(_module(self._caller), _FRAMEWORKS) != ""
+    def framework(self) -> str:
+        """The framework that calls, outside of the backward pass, or ""; the frames of torch's own API do not count."""
+        return _package_of(_module(self._caller), _FRAMEWORKS) if self.task < 0 else ""
 
     @property
     def place(self) -> str:

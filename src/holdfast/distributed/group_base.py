@@ -189,9 +189,9 @@ class GroupBase(ProcessGroup):
         return seen.fate(call_site, tensors, self._policy, spans_job=spans_job, gathers=gathers)
 
     def _note_scaled(self, what: str, place: str) -> None:
-        """Say and record on one rank, in the communication thread, that a sum was scaled."""
+        """Say and record on one rank, in the communication thread, that a sum of the script was scaled, if it has a place."""
         members = self._members
-        if members.ranks[self._index] == members.alive[0]:
+        if place and members.ranks[self._index] == members.alive[0]:
             self._engine.recorder.scaled(what, place, members.dead, len(members.ranks))
 
     def _check_alive(self, rank: int, what: str, fate: Fate = Fate()) -> None:  # noqa: B008 - frozen

@@ -116,12 +116,15 @@ class Evidence:
             return _BACKWARD
         if gathers and any(map(is_parameter, tensors)):
             return _SHARDS
-        carrying = [tensor for tensor in tensors if self._carries_gradients(tensor)]
+        if call_site.framework == "torchmetrics":
+            return ""
+        dims = 1 if call_site.framework else 0  # frameworks repeat a loss for each sample
+        carrying = [tensor for tensor in tensors if tensor.requires_grad and not self._is_loss(tensor, dims)]
         if stack.in_function or carrying:
             if stack.in_function or not all(tensor.is_leaf for tensor in carrying):
                 self._parts = self._parts or _MIXED
             return _GRADIENTS
-        if call_site.is_framework:
+        if call_site.framework:
             return ""
         if not spans_job:
             return _SUBGROUP
@@ -135,9 +138,9 @@ class Evidence:
         if package != "torch.distributed.checkpoint":  # which also saves the state of replicas
             self._parts = _SHARDS
 
-    def _carries_gradients(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is more than a loss that nobody has detached: replicas have no partial losses."""
-        return tensor.requires_grad and not (self.replicates and tensor.numel() == 1)
+    def _is_loss(self, tensor: torch.Tensor, dims: int) -> bool:
+        """Return whether a tensor with gradients is a loss that nobody has detached: replicas have no partial losses."""
+        return self.replicates and (tensor.numel() == 1 or tensor.dim() <= dims)
 
 
 seen = Evidence()

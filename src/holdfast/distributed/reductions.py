@@ -67,7 +67,8 @@ class ReduceCollectives(SparseCollectives):
         span, adder = SlotSpan(0, flat.numel(), flat.dtype), members.adder
         call_site = self._call_site()
         in_ddp = call_site.is_backward
-        fate, place = self._fate(call_site, [tensor]), call_site.place
+        fate = self._fate(call_site, [tensor])
+        place = call_site.place if fate.scales and not call_site.is_join else ""
         step = self._engine.recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
         is_lent = call_site.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
         zero_copy = is_lent and current_staging() is None  # on another device, nothing reads the memory of the result

@@ -28,7 +28,8 @@ class SparseCollectives(GroupBase):
             raise ValueError(f"{what} of sparse tensors is a sum, got {op}")
         call_site = self._call_site()
         in_ddp = call_site.is_backward
-        fate, place = self._fate(call_site, [tensor]), call_site.place
+        fate = self._fate(call_site, [tensor])
+        place = call_site.place if fate.scales else ""
         recorder = self._engine.recorder
         step = recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
         mine = tensor.detach().coalesce()

@@ -342,7 +342,9 @@ class JobState:
         start = self._start
         excused = start.excused | {rank for rank, word in start.finished.items() if word.outcome != "done"}
         failed = [f for f in start.failed if f.rank not in excused]
-        if failed and all(record.is_loss for record in failed):  # what the lost ranks held, the survivors cannot replace
+        if failed and all(
+            record.is_loss for record in failed
+        ):  # what the lost ranks held, the survivors cannot replace
             return JobLost(min(failed, key=lambda f: (f.t_s, f.rank)).message, is_final=False)
         if failed:
             first = min(failed, key=lambda f: (f.t_s, f.rank))

@@ -68,7 +68,7 @@ def build_report(
     slowest. ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks
     and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``seats_taken`` has
     one for each newcomer that took the rank of a failed process of ``torch.distributed``, and ``seats_filled``
-    one for each kind of collective in which survivors' values stood in for failed ranks. ``actions`` lists what the user
+    one for each kind of collective in which survivors' values stood in for failed ranks, or sums were scaled for them. ``actions`` lists what the user
     requested through the dashboard. ``flips`` has one for
     each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
     split model in each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets
