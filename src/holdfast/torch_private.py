@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -37,6 +39,7 @@ __all__ = [
     "gloo_options",
     "gradient_hooks",
     "has_step_hooks",
+    "is_of_normalisation",
     "is_parameter",
     "is_profiling",
     "logging_data",
@@ -51,6 +54,7 @@ __all__ = [
     "untried",
     "version_of",
     "why_not_rebuilt",
+    "zero_each",
 ]
 
 TRIED = "2.14.1"
@@ -106,6 +110,20 @@ def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 def scale_each(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply each tensor in place, all in one call."""
     torch._foreach_mul_(tensors, factor)
+
+
+def zero_each(tensors: list[torch.Tensor]) -> None:
+    """Set each tensor to zero in place, all in one call."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def is_of_normalisation(module: nn.Module, name: str) -> bool:
+    """Return whether a buffer of a module belongs to torch: statistics of a normalisation layer, or a spectral norm."""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return name in ("running_mean", "running_var", "num_batches_tracked")
+    hooks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm))
+    return isinstance(module, _SpectralNorm) or any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

@@ -125,13 +125,17 @@ class ScriptInspector:
         self._before = generator_states()
         return _copy(self._inputs)
 
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None:
+    def backward(
+        self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True, items: float | None = None
+    ) -> None:
         """Compute the gradients of the slice."""
         self.seen.draws["model"] = _drawn(self._before, generator_states())
         loss.backward()
         self._loss = loss.detach().clone()
 
-    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+    def end_slice(
+        self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float], items: float | None = None
+    ) -> None:
         """Keep the gradients."""
 
     def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:

@@ -205,7 +205,7 @@ class TrainingLoop:
                     self._keep_applied()
             case ApplyStep():
                 assert self._trainable.whole is not None
-                self._trainable.whole.show_gradients()
+                self._trainable.whole.show_gradients(self._executor.in_progress())
                 yield Pause.BEFORE_UPDATE
 
     @property
@@ -372,6 +372,9 @@ class TrainingLoop:
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
         self._admission.before_update(batch)
         job.committed.metrics = trainable.apply(batch, self._executor.names)
+        for note in trainable.take_notes():
+            if job.is_lead or trainable.summed is None:
+                self._log.warn(note)
         samples = self._position.commit(batch, lost)
         self._executor.batch, job.committed.step, job.rebuilds.snapshot = None, step + 1, None
         self._log.committed(batch, samples, len(workers), lost, link)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError
+from holdfast.models.buffers import BufferChoices
 from holdfast.models.part import ModelPart
 
 _Kind = TypeVar("_Kind", bound=ModelPart)
@@ -26,11 +27,22 @@ class PartFactories:
     average: Callable[[nn.Module], AveragedModel] | None  # an average of the weights, from the module of a part
     bucket_bytes: int
     figures_apart: bool = False
+    choices: BufferChoices = field(default_factory=dict)  # how changes of buffers are combined
 
     def part(
-        self, kind: type[_Kind], what: str, module: nn.Module, *, clip_grad_norm: float | None, checked: bool
+        self,
+        kind: type[_Kind],
+        what: str,
+        module: nn.Module,
+        *,
+        clip_grad_norm: float | None,
+        checked: bool,
+        prefix: str = "",
     ) -> _Kind:
-        """Return a trainable part, after checking the factories' return types; errors call it ``what``."""
+        """Return a trainable part, after checking the factories' return types; errors call it ``what``.
+
+        ``prefix`` precedes the names of its buffers in those of the whole model.
+        """
         optimizer = self.optimizer(module.parameters())
         _check(optimizer, torch.optim.Optimizer, f"the function that makes the optimizer of a {what}")
         average = None if self.average is None else self.average(module)
@@ -47,6 +59,8 @@ class PartFactories:
             checked=checked,
             figures_apart=self.figures_apart,
             average=average,
+            choices=self.choices,
+            prefix=prefix,
         )
 
 

@@ -21,7 +21,7 @@ from holdfast.comm import SlotSpan
 from holdfast.comm.allreduce.checksums import TILE
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.bucket_layout import Place, lay_out
-from holdfast.models.buffers import StepBuffers
+from holdfast.models.buffers import BufferChoices, StepBuffers
 from holdfast.torch_private import add_each, copy_each, version_of
 
 MAX_METRICS = 16
@@ -79,12 +79,21 @@ class BucketLayout:
         bucket_bytes: Maximum size of a bucket, bytes, unless a single parameter is larger.
         checked: Terms have checksums.
         figures_apart: The figures are a bucket of their own, because gradients are rounded.
+        choices: How changes of buffers are combined; see :class:`StepBuffers`.
+        prefix: What precedes the names of the module's buffers there.
     """
 
     def __init__(
-        self, model: nn.Module, bucket_bytes: int, *, checked: bool = False, figures_apart: bool = False
+        self,
+        model: nn.Module,
+        bucket_bytes: int,
+        *,
+        checked: bool = False,
+        figures_apart: bool = False,
+        choices: BufferChoices = {},  # noqa: B006
+        prefix: str = "",
     ) -> None:
-        self.buffers = StepBuffers(model)
+        self.buffers = StepBuffers(model, choices, prefix)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if len(devices := {str(p.device) for _, p in named}) > 1:
             raise ConfigError(f"all parameters must be on one device, got {', '.join(sorted(devices))}")
@@ -235,11 +244,16 @@ class BucketLayout:
         self.clear()
 
     def put(
-        self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int, begun: int = 0
+        self,
+        terms: SliceGradients,
+        metrics: Mapping[str, torch.Tensor | float],
+        samples: int,
+        begun: int = 0,
+        items: float | None = None,
     ) -> None:
         """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`collect`, :meth:`put_figures`."""
         self.collect(terms, begun)
-        self.put_figures(terms, metrics, samples)
+        self.put_figures(terms, metrics, samples, items)
 
     @torch.no_grad()
     def add_up(self, rows: Sequence[SliceGradients], buckets: Iterable[int]) -> None:
@@ -280,8 +294,17 @@ class BucketLayout:
             for place, view in zip(bucket.places, views, strict=True):
                 yield place.parameter, view
 
-    def put_figures(self, terms: SliceGradients, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Append a slice's metrics, at most :data:`MAX_METRICS` means over samples, and buffers to its last bucket."""
+    def put_figures(
+        self,
+        terms: SliceGradients,
+        metrics: Mapping[str, torch.Tensor | float],
+        samples: int,
+        items: float | None = None,
+    ) -> None:
+        """Append a slice's metrics, at most :data:`MAX_METRICS` means over samples, and buffers to its last bucket.
+
+        The loss is a mean over ``items``, if they are given. One over no item counts as nothing, whatever its value.
+        """
         if len(metrics) > MAX_METRICS:
             raise ScriptError(
                 f"at most {MAX_METRICS} metrics can be logged in a step, got {len(metrics)}: {', '.join(metrics)}"
@@ -289,8 +312,9 @@ class BucketLayout:
         figures = terms.tails[-1][len(self.layouts[-1].places) :]
         figures[: 2 * MAX_METRICS].fill_(_NOTHING)
         for i, name in enumerate(_slots(metrics)):
-            figures[2 * i] = metrics[name] * samples
-            figures[2 * i + 1] = samples
+            weight = items if name == "loss" and items is not None else samples
+            figures[2 * i] = metrics[name] * weight if weight else 0.0
+            figures[2 * i + 1] = weight
         self.buffers.write_to(figures[2 * MAX_METRICS :])
 
     def read_metrics(self, result: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
@@ -304,6 +328,10 @@ class BucketLayout:
             if sums[2 * i + 1] > 0:
                 values[name] = sums[2 * i] / sums[2 * i + 1]
         return values
+
+    def weight(self, result: torch.Tensor) -> float:
+        """Return the number of samples, or of items, over which the loss is the mean, from the result of the last bucket."""
+        return float(result[self.layouts[-1].figures_at + 1])
 
     def read_figures(self, result: torch.Tensor) -> list[float]:
         """Return the same means without names, which a worker may not know: the loss first, then the others by name."""

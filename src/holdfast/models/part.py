@@ -13,11 +13,13 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.flips import optimizer_state, weights
 from holdfast.errors import CheckpointError, ConfigError
+from holdfast.models.buffers import BufferChoices
 from holdfast.models.divergent import DivergentReplicas
 from holdfast.models.gradients import BucketLayout, SliceGradients
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.step_gradients import StepGradients
 from holdfast.models.training_state import clone, model_tensors, state_sha256
+from holdfast.torch_private import zero_each
 
 
 class Stateful(Protocol):
@@ -39,9 +41,11 @@ class ModelPart:
         scaler: A ``torch.amp.GradScaler``; unscales after the all-reduce.
         clip_grad_norm: Maximum norm of the mean gradient.
         average: An average of the weights; updated after each step.
+        choices: How changes of buffers are combined; see :class:`~holdfast.models.buffers.StepBuffers`.
+        prefix: What precedes the names of the module's buffers there.
 
     Raises:
-        ConfigError: if the optimizer has parameters that the model does not have.
+        ConfigError: if the optimizer has parameters that the model does not have, or a layer needs other workers.
     """
 
     def __init__(
@@ -57,8 +61,11 @@ class ModelPart:
         checked: bool = False,
         figures_apart: bool = False,
         average: AveragedModel | None = None,
+        choices: BufferChoices = {},  # noqa: B006
+        prefix: str = "",
     ) -> None:
         super().__init__()
+        _check_layers(model)
         mine = {id(p) for p in model.parameters()}
         if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
@@ -71,7 +78,9 @@ class ModelPart:
         self._scaler = scaler
         self.average = average
         self._clip_grad_norm = clip_grad_norm
-        self.buckets = BucketLayout(model, bucket_bytes, checked=checked, figures_apart=figures_apart)
+        self.buckets = BucketLayout(
+            model, bucket_bytes, checked=checked, figures_apart=figures_apart, choices=choices, prefix=prefix
+        )
         self.num_buckets = len(self.buckets)
         self.size_bytes = self.buckets.size_bytes
         self.device = self.buckets.layouts[0].device
@@ -84,8 +93,6 @@ class ModelPart:
         """Norm of the gradient of the whole model, if this is a part of it."""
         self.updater: Callable[[], None] | None = None
         """Runs the optimizer on the gradients that :meth:`show_gradients` has set, in a loop that the script owns."""
-        self.loss_divisor = ""
-        """Metric that divides the logged loss, if slices do not count by their samples."""
         self.unlogged: tuple[str, ...] = ()
         """Metrics that the records leave out."""
 
@@ -121,14 +128,18 @@ class ModelPart:
         """Discard views of slice memory, because slices get other memory from now on."""
         self._rows.clear()
 
-    def backward(self, loss: torch.Tensor, samples: int, midway: Callable[[], None] | None) -> None:
+    def backward(self, loss: torch.Tensor, weight: float, midway: Callable[[], None] | None) -> None:
         """Accumulate gradients of the *sum* over the slice, because slices may differ in size.
 
-        ``midway`` is called when half of the parameters have their gradient.
+        ``weight`` is the number of samples, or of items, that the loss is the mean over. With 0 gradients are zero,
+        even if the loss, a mean over nothing, is not a number. ``midway`` is called when half of the parameters have
+        their gradient.
         """
-        total = self.total(loss, samples)
+        total = self.total(loss, weight)
         if midway is None:
             total.backward()
+            if not weight:
+                zero_each([p.grad for p in self.buckets.parameters if p.grad is not None])
             return
         parameters = self.buckets.parameters
         hook = parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: midway())
@@ -136,10 +147,12 @@ class ModelPart:
             total.backward()
         finally:
             hook.remove()
+        if not weight:
+            zero_each([p.grad for p in self.buckets.parameters if p.grad is not None])
 
-    def total(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+    def total(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Return the value to differentiate: the loss summed over the slice, scaled if there is a scaler."""
-        total = loss * samples
+        total = loss * weight
         return total if self._scaler is None else self._scaler.scale(total)
 
     def add_sum(self, result: torch.Tensor, slices: Sequence[int], in_host: torch.Tensor | None = None) -> None:
@@ -162,9 +175,8 @@ class ModelPart:
         Pass them as ``known`` if they were not all-reduced with these gradients.
         """
         self.gradients.set_buffers()
+        self.gradients.count_samples(batch)
         metrics = self.gradients.metrics(names) if known is None else dict(known)
-        if metrics.get(self.loss_divisor):
-            metrics["loss"] /= metrics[self.loss_divisor]
         for name in self.unlogged:
             metrics.pop(name, None)
         self._update()
@@ -173,14 +185,16 @@ class ModelPart:
         self._update_average()
         return metrics
 
-    def repeat_step(self, results: Sequence[torch.Tensor], slices: Sequence[Sequence[int]]) -> None:
+    def repeat_step(self, results: Sequence[torch.Tensor], slices: Sequence[Sequence[int]], samples: int) -> None:
         """Update buffers, weights and their average as in a step of another worker, whose schedulers decided its options.
 
         Args:
             results: Its all-reduce result of each bucket.
             slices: The slices included in each of them.
+            samples: Number of samples in the last of them.
         """
         self.begin()
+        self.gradients.samples = samples
         for result, numbers in zip(results, slices, strict=True):
             self.gradients.add_sum(result, numbers)
         self.gradients.set_buffers()
@@ -188,8 +202,9 @@ class ModelPart:
         self._drop_step()
         self._update_average()
 
-    def show_gradients(self) -> None:
+    def show_gradients(self, batch: MiniBatch) -> None:
         """Set every parameter's ``.grad`` to a copy of its mean gradient, which the script may modify."""
+        self.gradients.count_samples(batch)
         self.gradients.set_gradients(private=True)
 
     def _update(self) -> None:
@@ -337,3 +352,14 @@ class ModelPart:
         if self.average is not None:
             things["average"] = self.average
         return things
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Check that no layer communicates with other workers by itself: a worker that has failed would not answer."""
+    for name, module in model.named_modules():
+        if any("SyncBatchNorm" in kind.__name__ for kind in type(module).__mro__):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(module).__name__}, which would act as BatchNorm of each slice: leave"
+                " convert_sync_batchnorm out to accept the statistics of a slice (fewer, larger slices: --slices), or use"
+                " GroupNorm or LayerNorm, which need no other sample"
+            )

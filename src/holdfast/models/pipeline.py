@@ -74,7 +74,12 @@ class PipelineModel(ModelParallel):
             check_in_host(next(module.parameters()).device)
             self._rows[part] = in_row(list(module.parameters()))
         stage = self._factories.part(
-            ScaledStage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
+            ScaledStage,
+            "stage",
+            module,
+            clip_grad_norm=self._clip_grad_norm,
+            checked=self._settings.guard_sums,
+            prefix=self.prefix(part),
         )
         stage.scaling = self._scaling
         return stage
@@ -166,6 +171,10 @@ class PipelineModel(ModelParallel):
         for part in self.resident.held.values():
             part.discard()
         self._take_back_registered()
+
+    def take_notes(self) -> tuple[str, ...]:
+        held = self.resident.held.values()
+        return tuple(note for stage in held for note in stage.buckets.buffers.take_notes())
 
     def figures(self) -> list[float]:
         return in_order(self._metrics)

@@ -246,6 +246,7 @@ class _Flow(ModelPart):
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
             figures_apart=settings.rounds,
+            choices=shards._factories.choices,
         )
         self._shards = shards
 

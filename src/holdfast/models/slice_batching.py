@@ -117,6 +117,8 @@ class SliceBatching:
         try:
             self._layers = _layers_of(part.model)
             self._trained = {p for own in self._layers.values() for p in own if p is not None and p.requires_grad}
+            if part.buckets.buffers.has_first:
+                raise CannotSplitError("a buffer keeps the value after the first slice alone")
         except CannotSplitError as error:
             self._why_not = str(error)
 

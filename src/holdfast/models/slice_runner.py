@@ -17,7 +17,7 @@ from holdfast.data.plan import MiniBatch
 from holdfast.data.seeds import seed_slice
 from holdfast.device_errors import DeviceFailure, classify
 from holdfast.engine.flips import NOT_WATCHED, flip_outputs
-from holdfast.errors import ScriptError
+from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.backward_overlap import BackwardOverlap, why_never
 from holdfast.models.loss import Forward, Loss, checked, on_device
 from holdfast.models.part import ModelPart
@@ -91,8 +91,9 @@ class SliceRunner(Runner):
         """Prepare everything for the slice and return its inputs."""
         ids, owner, faults = batch.slices[number], batch.owners[number], self._job.faults
         self._job.beacon.mark("forward", batch.step, number, ids)
+        self._part.buckets.buffers.constants.check_between()
         self._enter(owner)
-        self._part.gradients.begin_slice(number, self._room)
+        self._part.gradients.begin_slice(number, self._room, is_first=number == min(batch.owners))
         self._watched = flip_outputs(self._part.model, faults.flips("activations", batch.step, owner), faults)
         inputs = self._inputs(batch, number)
         return on_device(inputs, self._part.device) if self._moves_inputs else inputs
@@ -104,14 +105,25 @@ class SliceRunner(Runner):
         seed_slice(seed, batch.step, number)
         return self._loaded.pop(number)
 
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None:
-        """Compute the gradients of a slice; ``is_only``: the script makes no other backward pass for it."""
+    def backward(
+        self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True, items: float | None = None
+    ) -> None:
+        """Compute the gradients of a slice; ``is_only``: the script makes no other backward pass for it.
+
+        The loss is the mean over ``items``, if they are given, and over the samples otherwise.
+        """
+        if items is not None and self._job.settings.update == "eager":
+            raise ConfigError(
+                "a loss over items cannot be used with --overlap-optimizer, which updates parameters before the items of"
+                " the whole mini-batch are known: leave it out"
+            )
         ids, owner, faults = batch.slices[number], batch.owners[number], self._job.faults
         self._job.beacon.mark("backward", batch.step, number, ids)
         is_due = faults.waits_for("backward", batch.step, owner)
         midway = functools.partial(faults.reach, "backward", batch.step, owner) if is_due else None
-        with self._overlapping(batch, number, is_only=is_only):
-            self._part.backward(loss, len(ids), midway)
+        weight = len(ids) if items is None else items
+        with self._overlapping(batch, number, is_only=is_only and weight > 0):
+            self._part.backward(loss, weight, midway)
 
     def _overlapping(self, batch: MiniBatch, number: int, *, is_only: bool) -> AbstractContextManager[None]:
         """Return the context for the backward pass of a slice: the last one begins all-reduces."""
@@ -127,10 +139,12 @@ class SliceRunner(Runner):
 
         return self._overlap.watching(gradients.current, reduce)
 
-    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+    def end_slice(
+        self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float], items: float | None = None
+    ) -> None:
         """Move the gradients of the slice into its terms, and add these to those of other slices as planned."""
         begun = self._overlap.end_slice() if self._overlap is not None and number == self._last else 0
-        self._part.gradients.end_slice(number, metrics, len(batch.slices[number]), begun)
+        self._part.gradients.end_slice(number, metrics, len(batch.slices[number]), begun, items)
         self._watched.close()
         self._end(batch, number, metrics)
         if not self._part.gradients.adds_later:
@@ -262,7 +276,7 @@ class SliceRunner(Runner):
         device = self._part.device
         self._loaded = {number: on_device(checked(self._inputs(batch, number)), device) for number in numbers}
         self._job.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
-        gradients.begin_slice(numbers[0], self._room)
+        gradients.begin_slice(numbers[0], self._room, is_first=numbers[0] == min(batch.owners))
         first = len(gradients.terms)
         rows = [gradients.row(first + i, self._room) for i in range(len(numbers))]
         return [

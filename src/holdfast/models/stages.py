@@ -175,7 +175,7 @@ class StageExecutor:
             inputs = first
         else:
             given = inputs = self._receive(batch, number, part - 1, part, back=False).to(stage.device).requires_grad_()
-        stage.buckets.buffers.lend()
+        stage.buckets.buffers.lend(is_first=number == min(batch.owners))
         seed_slice(seed, batch.step, number, part)
         rank = chain_of(self._resident.now, batch, number)[part]
         stage.own.enter(rank)

@@ -11,6 +11,7 @@ from holdfast.comm import MeanDivisor
 from holdfast.comm.allreduce.adding import SINGLE_ROWS, RowPlan
 from holdfast.data.plan import MiniBatch
 from holdfast.models.gradients import MAX_METRICS, BucketLayout, SliceGradients
+from holdfast.torch_private import scale_each
 
 Room = Callable[[int], torch.Tensor]
 """Returns the memory of the first, second, ... local slice of a step."""
@@ -51,12 +52,17 @@ class StepGradients:
         """The same in host memory: a number is read there without waiting for the device."""
         self.summed_slices: list[tuple[int, ...]] = []
         """The slices included in each of them."""
+        self.samples = 0
+        """Number of samples in the last of them, once it is needed to divide by items."""
 
     # -- slices
 
-    def begin_slice(self, number: int, room: Room) -> None:
-        """Rewind to the beginning of the step; the next gradients belong to slice ``number``."""
-        self._buckets.buffers.rewind()
+    def begin_slice(self, number: int, room: Room, *, is_first: bool) -> None:
+        """Rewind to the beginning of the step; the next gradients belong to slice ``number``.
+
+        ``is_first``: it is the first one of the mini-batch, which decides some buffers.
+        """
+        self._buckets.buffers.begin_slice(is_first=is_first)
         self._buckets.clear()
         self.current = self._terms_of(number, room)
         self._buckets.aim(self.current, is_summed=number in self.plan.first_of)
@@ -79,12 +85,19 @@ class StepGradients:
             self._rows.append(self._buckets.terms_in(room(len(self._rows)), len(self._rows)))
         return self._rows[number]
 
-    def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int, begun: int = 0) -> None:
+    def end_slice(
+        self,
+        number: int,
+        metrics: Mapping[str, torch.Tensor | float],
+        samples: int,
+        begun: int = 0,
+        items: float | None = None,
+    ) -> None:
         """Move gradients, buffers and metrics of the slice into its terms; see :meth:`add_up`.
 
-        The all-reduces of the first ``begun`` buckets have begun.
+        The all-reduces of the first ``begun`` buckets have begun. The loss is a mean over ``items``, if they are given.
         """
-        self._buckets.put(self.current, metrics, samples, begun)
+        self._buckets.put(self.current, metrics, samples, begun, items)
         self.note(number, self.current)
 
     def note(self, number: int, terms: SliceGradients) -> None:
@@ -214,6 +227,19 @@ class StepGradients:
         """Set the model's buffers to their mean over the slices of the last all-reduce."""
         self._buckets.set_buffers(self.sums[-1], self._host_sums[-1], max(1, len(self.summed_slices[-1])))
 
+    def count_samples(self, batch: MiniBatch) -> None:
+        """Note the samples of the last all-reduce, by which :meth:`set_gradients` finds the mean over items."""
+        self.samples = batch.samples_of(self.summed_slices[-1])
+
     def set_gradients(self, *, private: bool) -> None:
-        """Set every parameter's ``.grad`` to the mean; see :meth:`BucketLayout.set_gradients`."""
-        self._buckets.set_gradients(self.sums, self._host_sums, private=private)
+        """Set every parameter's ``.grad`` to the mean; see :meth:`BucketLayout.set_gradients`.
+
+        The all-reduce has divided by samples. The mean over items is larger by the samples per item, and zero without
+        items. Slices that count by their samples leave every bit as it is: the factor is 1.
+        """
+        weight = self._buckets.weight(self._host_sums[-1])
+        factor = self.samples / weight if weight > 0 else 0.0
+        is_scaled = self.samples > 0 and factor != 1.0
+        self._buckets.set_gradients(self.sums, self._host_sums, private=private or is_scaled)
+        if is_scaled:
+            scale_each([p.grad for p in self._buckets.parameters if p.grad is not None], factor)

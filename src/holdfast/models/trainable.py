@@ -119,6 +119,10 @@ class Trainable(ABC):
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
         """Run the optimizer on the mean gradient, and return the step's metrics; ``names`` are those logged here."""
 
+    def take_notes(self) -> tuple[str, ...]:
+        """Return lines for the user about what slices have changed besides gradients, each once; on every worker alike."""
+        return () if self.summed is None else self.summed.buckets.buffers.take_notes()
+
     def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:
         """Return the workers that computed a slice of the step, or a part of one, except slices in ``lost``."""
         return {rank for number, rank in batch.owners.items() if number not in lost}

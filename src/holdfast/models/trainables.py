@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
+from holdfast.models.buffers import BufferChoices, check_choices
 from holdfast.models.factories import PartFactories
 from holdfast.models.overlap import check_overlap
 from holdfast.models.pipeline import PipelineModel
@@ -29,6 +30,7 @@ def make_trainable(
     scaler: Any,
     average: AveragedModel | Callable[[nn.Module], AveragedModel] | None,
     clip_grad_norm: float | None,
+    buffers: BufferChoices,
 ) -> Trainable:
     """Return the model as training loops see it; for the arguments see :class:`~holdfast.session.session.Session`.
 
@@ -36,6 +38,8 @@ def make_trainable(
         ConfigError: if they are incompatible.
     """
     kind = type(model).__name__
+    whole = model if isinstance(model, nn.Module) else model.module
+    check_choices(buffers, None if whole is None else [name for name, _ in whole.named_buffers()])
     if not isinstance(model, Pipeline | Sharded):
         if not isinstance(optimizer, optim.Optimizer):
             raise ConfigError(
@@ -58,6 +62,7 @@ def make_trainable(
             checked=settings.guard_sums,
             figures_apart=settings.rounds,
             average=average,
+            choices=buffers,
         )
     if settings.update == "eager":
         raise ConfigError(f"update eager needs a replicated model, got a {kind}: use update lazy")
@@ -76,6 +81,7 @@ def make_trainable(
         average=average,
         bucket_bytes=settings.bucket_bytes,
         figures_apart=settings.rounds,
+        choices=buffers,
     )
     if isinstance(model, Sharded):
         return ShardedModel(model, makers, scaler, clip_grad_norm, settings)

@@ -17,6 +17,7 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.models.buffers import BufferChoices
 from holdfast.models.part import Stateful
 from holdfast.session.media import Histogram, Image
 from holdfast.session.prepared_loop import LoopPhase, PreparedLoop
@@ -105,6 +106,25 @@ class PreparedLoader:
         for name, value in metrics.items():
             self._loop.log(name, value)
 
+    def mean_over(self, items: float | torch.Tensor) -> None:
+        """Say what the loss of this slice is the mean over, if not its samples, before ``loss.backward()``.
+
+        ::
+
+            for ids, labels in loader:
+                loader.mean_over((labels != -100).sum())
+                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+                loss.backward()
+
+        Args:
+            items: The number of labelled tokens, of pairs, or of pixels in the slice, ``>= 0``. Slices then count by their
+                items; see ``items`` of :meth:`Step.backward`. Call it in every slice or in none.
+
+        Raises:
+            ScriptError: if the slice is complete, there is none, or the number is not allowed.
+        """
+        self._loop.weigh(items)
+
     def stop(self) -> None:
         """End training on all workers once the current step is committed, whichever worker calls it.
 
@@ -137,6 +157,7 @@ def prepare(
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
     register: Mapping[str, Stateful] | None = None,
+    buffers: BufferChoices | None = None,
     **settings: Any,
 ) -> tuple[Any, ...]:
     """Make an existing training loop fault-tolerant; put the returned objects in the place of the given ones.
@@ -167,6 +188,8 @@ def prepare(
         accumulate: By what the loop divides the loss because it accumulates gradients over that many slices. The
             loader's batch is then still one optimizer step.
         register: Other objects with a state to save, by name.
+        buffers: How changes of the model's buffers are combined, as in :class:`~holdfast.Session`. With several models
+            the names begin with the number of the model: ``"1.queue"``.
         **settings: Fields of :class:`holdfast.Settings`.
 
     Returns:
@@ -185,6 +208,7 @@ def prepare(
         average=average,
         schedule="script",
         clip_grad_norm=clip_grad_norm,
+        buffers=buffers,
         total_steps=sys.maxsize,
         **settings,
     )

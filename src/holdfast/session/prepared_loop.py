@@ -20,7 +20,7 @@ from holdfast.session.media import Histogram, Image, Media
 from holdfast.session.opened import OpenedLoop
 from holdfast.session.session import Session
 from holdfast.session.step import Step
-from holdfast.torch_private import scale_each, version_of
+from holdfast.torch_private import version_of
 
 
 class LoopPhase(enum.Enum):
@@ -36,10 +36,6 @@ class LoopPhase(enum.Enum):
     """The step is committed; parameters have their mean gradients."""
     APPLIED = enum.auto()
     """The optimizer has run on them."""
-
-
-ITEMS = "items"
-"""Metric of a step in which slices count by their items: the mean number of items per sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +128,7 @@ class PreparedLoop:
     def compute_items(self, loss_of: Callable[[Any], SliceLoss], names: Sequence[str]) -> dict[str, float]:
         """Compute the step, whose loss is a mean over items and not over samples, again after each failure until it is committed.
 
-        Then parameters have their mean gradients. Slices add up by their items, and the sum is divided once by the items of the mini-batch. So the mean does not
-        depend on how the items are distributed over slices, or slices over workers.
+        Then parameters have their mean gradients; see :meth:`Step.backward`.
 
         Args:
             loss_of: Receives the inputs of a slice. It is called once a slice and attempt, with the random generators
@@ -146,25 +141,17 @@ class PreparedLoop:
         for inputs in self._inputs_until_decided():
             made = loss_of(inputs)
             assert self.step is not None
-            if not self._is_counted:
-                self.backward(made.loss)
-                continue
-            samples = self.step.slice_samples
-            for name, total in (*made.totals.items(), (ITEMS, made.items)):
-                self.step.keep_metric(name, total / samples)
-            self.backward(made.loss * (made.items / samples))
-        return self._divide_by_items(names)
-
-    def _divide_by_items(self, names: Sequence[str]) -> dict[str, float]:
-        means = self.metrics((*names, ITEMS))
-        if ITEMS not in means:  # strategy forward lost every slice of the step
-            return {"loss": math.nan, **dict.fromkeys(names, 0.0)}
-        factor = 1 / means[ITEMS] if means[ITEMS] else 0.0
-        gradients = [p.grad for p in self._part.buckets.parameters if p.grad is not None]
-        scale_each(gradients, factor)
-        self._part.loss_divisor, self._part.unlogged = ITEMS, (ITEMS, *names)
+            if self._is_counted:
+                for name, total in made.totals.items():
+                    self.step.keep_metric(name, total / self.step.slice_samples)
+                self.step.weigh(made.items)
+            self.backward(made.loss)
+        means = self.metrics(names)
+        self._part.unlogged = tuple(names)
         assert self.step is not None
-        return {"loss": means["loss"] * factor, **{name: means[name] * self.step.samples for name in names}}
+        # Without a loss there was no item; or strategy forward lost every slice of the step.
+        loss = means.get("loss", 0.0 if self._part.gradients.samples else math.nan)
+        return {"loss": loss, **{name: means.get(name, 0.0) * self.step.samples for name in names}}
 
     def _inputs_until_decided(self) -> Iterator[Any]:
         """Yield the inputs of this worker's slices, again after each failure, until the step is committed."""
@@ -219,6 +206,12 @@ class PreparedLoop:
             self.step.log(**{name: value})
         else:
             self.step.keep_metric(name, figure_of(value))
+
+    def weigh(self, items: float | torch.Tensor) -> None:
+        """Let the slice in progress count by its number of items; see :meth:`Step.backward`."""
+        if self.phase is not LoopPhase.SLICE or self.step is None:
+            raise ScriptError("the items of a slice must be counted inside the loop, before loss.backward()")
+        self.step.weigh(items)
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         """Return means over the mini-batch of the step that is committed, and not applied yet, equal on every worker.

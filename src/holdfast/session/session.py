@@ -21,6 +21,7 @@ from holdfast.engine.context import JobContext
 from holdfast.engine.injection import check_faults
 from holdfast.engine.loop import Pause, TrainingLoop
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.models.buffers import BufferChoices
 from holdfast.models.loss import check_name
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.trainables import make_trainable
@@ -70,13 +71,18 @@ class Session:
             step. For a Pipeline or Sharded model: a function that returns one for the module of a part; the complete
             average is in :attr:`Pipeline.averaged` or :attr:`Sharded.averaged` after training.
         clip_grad_norm: Maximum norm of the mean gradient; for a Pipeline it is the norm of the norms of its stages.
+        buffers: How the changes that slices make to a buffer of the model are combined, by its name or a pattern such as
+            ``"*.queue"``: ``"mean"``, the mean over the slices (integers: the mean change, rounded); ``"sum"``, all their
+            changes; or ``"first"``, the value after the first slice of the mini-batch. The default is the mean, with a
+            line that names the buffers that torch's normalisation layers do not own. One of more than 65,536 elements
+            may change only by choice.
         total_steps: Number of steps of the whole script, for scripts that call :meth:`steps` more than once; it only
             serves to reject a planned fault that could never strike.
         comm: A communicator to use instead of that of the configured fabric.
         **settings: Fields of :class:`holdfast.Settings`; they take precedence over the environment.
 
     Raises:
-        ConfigError: if a setting is not allowed.
+        ConfigError: if an argument or a setting is not allowed, or the model has a SyncBatchNorm layer.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Session:
         scaler: Any = None,
         average: AveragedModel | Callable[[nn.Module], AveragedModel] | None = None,
         clip_grad_norm: float | None = None,
+        buffers: BufferChoices | None = None,
         total_steps: int | None = None,
         comm: Communicator | None = None,
         **settings: Any,
@@ -107,6 +114,7 @@ class Session:
             scaler=scaler,
             average=average,
             clip_grad_norm=clip_grad_norm,
+            buffers=buffers or {},
         )
         application.makes_sessions = True
         if (backend := sys.modules.get("holdfast.distributed.comm_thread")) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -27,8 +28,12 @@ class _SliceWork(_StepWork, Protocol):
     """The session's work around each slice; see :class:`~holdfast.models.slice_runner.SliceRunner`."""
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any: ...
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None: ...
-    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
+    def backward(
+        self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True, items: float | None = None
+    ) -> None: ...
+    def end_slice(
+        self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float], items: float | None = None
+    ) -> None: ...
     def between_slices(self, batch: MiniBatch) -> None: ...
     def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None: ...
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool: ...
@@ -76,6 +81,7 @@ class Step:
         self._current = -1
         self._pending: list[int] = list(mine)
         self._metrics: dict[str, torch.Tensor | float] = {}
+        self._items: float | None = None
         self._in_loop = False
         self._repeats = False
         self._repeated = -1
@@ -139,7 +145,7 @@ class Step:
 
     def begin_slice(self) -> Any:
         """Return the inputs of the next slice of this worker; for loops that do not iterate over the step."""
-        self._metrics = {}
+        self._metrics, self._items = {}, None
         self._current = -1
         inputs = self._work.begin_slice(self._batch, self._pending[0])
         self._current = self._pending[0]
@@ -154,7 +160,7 @@ class Step:
         number = self._pending[0]
         if "loss" not in self._metrics:
             raise ScriptError(f"slice {number} of step {self.number} ended without step.backward(loss)")
-        self._work.end_slice(self._batch, number, self._metrics)
+        self._work.end_slice(self._batch, number, self._metrics, self._items)
         self._pending.pop(0)
         self._current = -1
         return not self._pending
@@ -177,9 +183,16 @@ class Step:
         """
         before = self._metrics.get("loss")
         self._metrics["loss"] = value if before is None else before + value
-        self._work.backward(root, self._batch, self._current, is_only=is_only)
+        self._work.backward(root, self._batch, self._current, is_only=is_only, items=self._items)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def weigh(self, items: float | torch.Tensor) -> None:
+        """Let the slice count by a number of items, before its backward pass; see :meth:`backward`."""
+        count = float(items)
+        if not 0 <= count < math.inf:
+            raise ScriptError(f"the number of items of a slice must be at least 0, and finite, got {count:g}")
+        self._items = count
+
+    def backward(self, loss: torch.Tensor, *, items: float | torch.Tensor | None = None) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.
 
         Replaces ``loss.backward()``. Slices are weighted by size: the step uses the mean over the mini-batch. If a GPU
@@ -187,9 +200,14 @@ class Step:
 
         Args:
             loss: The mean over the slice, a scalar.
+            items: What the loss is the mean over, if not the samples: the number of labelled tokens, of pairs, or of
+                pixels in the slice, ``>= 0``. Slices then count by their items, so that loss and gradient are those of
+                the whole mini-batch, for any number of slices. A slice without items counts as nothing, even if its loss
+                is not a number; a step without items has zero gradients and no loss. Pass it in every slice or in none.
 
         Raises:
-            ScriptError: if it is called outside the loop, twice for a slice, or the loss is not a scalar.
+            ScriptError: if it is called outside the loop, twice for a slice, or an argument is not allowed.
+            ConfigError: if ``items`` is used with ``--overlap-optimizer``.
         """
         self._check_in_slice("backward")
         if "loss" in self._metrics:
@@ -198,9 +216,11 @@ class Step:
             )
         if loss.numel() != 1:
             raise ScriptError(f"the loss must be a scalar, the mean over the slice, got shape {tuple(loss.shape)}")
+        if items is not None:
+            self.weigh(items)
         self._metrics["loss"] = loss.detach()
         try:
-            self._work.backward(loss, self._batch, self._current)
+            self._work.backward(loss, self._batch, self._current, items=self._items)
         except RuntimeError as error:
             if not self._repeats_slice(error):
                 raise

@@ -277,7 +277,7 @@ class Follower:
             )
         receive_body(connection, results)
         set_options(self._model.optimizer, header["options"])
-        self._model.repeat_step(self._results, header["slices"])
+        self._model.repeat_step(self._results, header["slices"], header["samples"])
         self.received_bytes += sum(header["sizes"])
         self.steps += 1
         self._note(connection)

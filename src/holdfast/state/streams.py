@@ -93,6 +93,7 @@ class StateStreams:
         header = {
             "step": batch.step,
             "slices": gradients.summed_slices,
+            "samples": batch.samples_of(gradients.summed_slices[-1]),
             "options": options_of(self._model.optimizer),
             "sizes": [len(result) for result in results],
         }

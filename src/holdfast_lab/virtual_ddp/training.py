@@ -29,7 +29,7 @@ from holdfast.data.ledger import Ledger, SampleCounts
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
-from holdfast.errors import ConfigError, InternalError, JobError, TooFewWorkers
+from holdfast.errors import ConfigError, InternalError, JobError, ScriptError, TooFewWorkers
 from holdfast.models.gradients import BucketLayout
 from holdfast.models.training_state import clone, model_tensors
 from holdfast.recovery import Protocol, make_strategy
@@ -391,8 +391,12 @@ class VirtualDdp:
         seed_slice(self._plan.seed, batch.step, number)
         return fetch(self._dataset, batch.slices[number], None)
 
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True) -> None:
+    def backward(
+        self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True, items: float | None = None
+    ) -> None:
         """Compute the gradients of a group, either of the mean over the step or as sums that are divided later."""
+        if items is not None:
+            raise ScriptError("virtual DDP weighs groups by samples: call step.backward without items")
         samples = len(batch.slices[number])
         if self._is_whole:
             assert self._attempt is not None
@@ -401,7 +405,9 @@ class VirtualDdp:
         else:
             (loss * samples).backward()
 
-    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+    def end_slice(
+        self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float], items: float | None = None
+    ) -> None:
         """Undo the effects that are not to count."""
         if self._groups[number][0] < self.num_buckets:
             for parameter, gradient in zip(self._later(number), self._kept, strict=True):
