@@ -1,6 +1,6 @@
 """SIGTERM, the notice that this process must leave: kept until a handler is installed.
 
-Outside of training there is no handler. SIGTERM would kill the worker, and a preemption notice that arrives while a script loads
+Before training there is no handler. SIGTERM would kill the worker, and a preemption notice that arrives while a script loads
 its data would turn into a failure. Forked child processes keep the default: they die of SIGTERM.
 """
 
@@ -41,6 +41,27 @@ class _Answered:
         self._answer()
 
 
+class _Between:
+    """Between two training loops: reports SIGTERM, and calls the handler that the script had installed before.
+
+    Args:
+        answer: Called with whether the script has a handler of its own, which is called next.
+        before: The handler before the loop.
+    """
+
+    def __init__(self, answer: Callable[[bool], None], before: signal.Handlers | Callable[..., object]) -> None:
+        self.came = False
+        self.before = before
+        self._answer = answer
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        own = self.before if callable(self.before) and not isinstance(self.before, _Remembered) else None
+        self.came = True
+        self._answer(own is not None or self.before is signal.SIG_IGN)
+        if own is not None:
+            own(number, frame)
+
+
 def remember(is_idle: Callable[[], bool]) -> None:
     """Keep each SIGTERM that arrives without a handler until :func:`answered` installs one.
 
@@ -51,21 +72,31 @@ def remember(is_idle: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def answered(answer: Callable[[], None]) -> Iterator[None]:
-    """Call ``answer`` on SIGTERM, and immediately if one was kept. Main thread only, because Python runs signal handlers there."""
+def answered(answer: Callable[[], None], after: Callable[[bool], None] | None = None) -> Iterator[None]:
+    """Call ``answer`` on SIGTERM, and immediately if one was kept. Main thread only, because Python runs signal handlers there.
+
+    Args:
+        answer: Called within the context.
+        after: Called from the end of the context until the next one begins, with whether the script has a handler of
+            its own, which is called next; None: SIGTERM has its former effect again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, _Answered(answer))
+    came = False
+    if isinstance(before, _Between):
+        came, before = before.came, before.before
     if isinstance(before, _Remembered):
         before.is_idle = lambda: False
-        if before.came:
-            before.came = False
-            answer()
+        came, before.came = came or before.came, False
+    if came:
+        answer()
+    before = signal.SIG_DFL if before is None else before
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        signal.signal(signal.SIGTERM, before if after is None else _Between(after, before))
 
 
 def decline() -> None:
@@ -83,7 +114,10 @@ def _end() -> None:
 
 
 def _after_fork() -> None:
-    if isinstance(signal.getsignal(signal.SIGTERM), (_Remembered, _Answered)):
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, _Between) and not isinstance(handler.before, _Remembered):
+        signal.signal(signal.SIGTERM, handler.before)
+    elif isinstance(handler, (_Remembered, _Answered, _Between)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

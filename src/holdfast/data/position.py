@@ -87,6 +87,11 @@ class DataPosition:
         """Leave out the rest of the plan: the last committed mini-batch was the last one."""
         self._is_ended = True
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the plan has mini-batches that were not committed."""
+        return self._cursor.epoch < self.plan.first_epoch + self.plan.epochs
+
     def is_last(self, batch: MiniBatch) -> bool:
         """Return whether ``batch`` is the last one of the plan."""
         return batch.after.epoch >= self.plan.first_epoch + self.plan.epochs

@@ -132,6 +132,8 @@ class StrategyActions:
         status.save_due = False
         lost = self._loop.trainable.lost(job.comm.members)
         went_back = self._loop.restorer.load(trained=status.announced or self._is_newcomer)
+        if self._loop.restorer.has_stopped:
+            status.flags |= Note.STOP
         if lost and job.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
             self._loop.log.warn(f"no surviving worker holds {what}: all workers roll back to step {job.step}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.data.ledger import SampleCounts
@@ -12,7 +12,7 @@ from holdfast.models.overlap import OverlapCost
 from holdfast.recovery.messages import NO_NOTE, Action, Note, recorded_name
 
 if TYPE_CHECKING:  # the torch.distributed backend needs none of these
-    from holdfast.checkpoint import LoadedCheckpoint
+    from holdfast.checkpoint import LoadedCheckpoint, WritePlan
     from holdfast.clock import Clock
     from holdfast.comm import Communicator, OrderedAllReduce
     from holdfast.config import Settings
@@ -93,6 +93,25 @@ class CommittedState:
         self.step, self.link = 0, ""
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptEpoch:
+    """An epoch of a script that asks for its epochs, and where its first loop is; see :meth:`Session.epochs`."""
+
+    call: int  # which call of ``epochs`` in the script, from 0
+    number: int  # the epoch, as the script counts
+    loop: int  # training loops before it
+    first_epoch: int  # epochs of data that these loops have begun
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEnd:
+    """A copy, in host memory, of the state at the end of a training loop, whatever the script does to the model afterwards."""
+
+    step: int  # number of steps that it contains
+    content: WritePlan | None  # the state; None where other workers keep it
+    info: dict[str, Any]  # metadata of its checkpoint
+
+
 @dataclass(slots=True)
 class LoopState:
     """Progress across training loops, and the state that one loop leaves to the next.
@@ -112,6 +131,12 @@ class LoopState:
         totals: Sample accounts of earlier loops.
         sum: The gradient all-reduce; created by the first loop.
         describe: Returns the state of a framework whose loop is trained, as plain JSON, to save it with each checkpoint.
+        script_epoch: The epoch in progress of a script that asks for its epochs.
+        calls: Calls of ``epochs`` so far.
+        has_missed: This worker, which is to join others, came too late for a loop.
+        is_counted_once: The epoch of the loaded checkpoint is known only if an epoch has one loop.
+        at_end: The state at the end of the last loop; None within a loop, and where nothing needs to be saved.
+        may_save_outside: The script's end, or SIGTERM outside of a loop, reaches this session, which can save ``at_end`` then.
     """
 
     slices: int
@@ -125,6 +150,12 @@ class LoopState:
     totals: SampleCounts = field(default_factory=SampleCounts)
     sum: OrderedAllReduce | None = None
     describe: Callable[[], dict[str, Any]] | None = None
+    script_epoch: ScriptEpoch | None = None
+    calls: int = 0
+    has_missed: bool = False
+    is_counted_once: bool = False
+    at_end: LoopEnd | None = None
+    may_save_outside: bool = False
 
     def end(self, epochs: int) -> None:
         """Advance to the next loop after one of ``epochs`` epochs that was trained or skipped."""
@@ -132,8 +163,9 @@ class LoopState:
 
     def begin_again(self) -> None:
         """Reset to before the first loop, for an application that is rebuilt."""
-        self.number = self.epoch = self.offset = self.first_step = 0
+        self.number = self.epoch = self.offset = self.first_step = self.calls = 0
         self.loaded, self.finished, self.totals = None, [], SampleCounts()
+        self.script_epoch = self.at_end = None
 
 
 @dataclass(slots=True)
@@ -256,5 +288,7 @@ class JobContext:
         return self.comm.members[0] in self.comm.local_ranks
 
     def announce(self) -> None:
-        """Publish the current loop and the required platform for workers that join later."""
-        self.comm.announce(self.loop, json.dumps(self.platform.properties))
+        """Publish the current loop, the required platform and the epoch for workers that join later."""
+        epoch = self.loops.script_epoch
+        announced = {"platform": self.platform.properties, "epoch": None if epoch is None else asdict(epoch)}
+        self.comm.announce(self.loop, json.dumps(announced))

@@ -74,6 +74,10 @@ class StepExecutor:
         self._job.load.note(len(slices))
         return self._runner.step(batch, slices, self._count[1])
 
+    def give_nothing(self) -> None:
+        """Complete this worker's slices of the step in progress without computing them: no worker will commit it."""
+        self._runner.give_nothing(self.in_progress(), self._slices(self.in_progress()))
+
     def _slices(self, batch: MiniBatch) -> list[int]:
         return self._trainable.slices(batch, self._job.comm.local_ranks)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.checkpoint.writer import WriteResult
@@ -15,6 +16,7 @@ from holdfast.data.ledger import SampleCounts
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.data.position import DataPosition
+from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.engine.acts import StrategyActions
 from holdfast.engine.context import JobContext
 from holdfast.engine.executor import StepExecutor
@@ -24,12 +26,12 @@ from holdfast.engine.live_config import LiveConfig
 from holdfast.engine.recovery_log import RecoveryLog
 from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
 from holdfast.engine.run_log import RunLog
-from holdfast.engine.vote import CommitVote, MinMax
+from holdfast.engine.vote import CommitVote, MinMax, has_all_left, has_left, leaver_line, leaver_vote
 from holdfast.errors import CheckpointError, ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
-from holdfast.integrity.certificate import Certificate
-from holdfast.integrity.hash_chain import GENESIS
+from holdfast.integrity.certificate import begin_certificate
 from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.models.trainable import Trainable
+from holdfast.records.paths import launcher_lost_path
 from holdfast.records.types import Left
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.messages import (
@@ -45,6 +47,7 @@ from holdfast.recovery.messages import (
     DataExhausted,
     Event,
     Leave,
+    LoopLeft,
     MembersChange,
     Note,
     PeerLost,
@@ -102,6 +105,7 @@ class TrainingLoop:
         self._job = job
         self._pauses = pauses
         self._is_applied = False
+        self._has_left = False
         self._trainable = trainable
         strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
         self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
@@ -118,7 +122,7 @@ class TrainingLoop:
             job, trainable, self._position, self._log, self._live_config, self._guard, self._admission
         )
         self._executor = StepExecutor(job, trainable, self._position, self._log, self._points, self._sum, source)
-        self._certificate = self._begin_certificate()
+        self._certificate = begin_certificate(job, trainable.figures, self._fingerprint)
         self._status = LoopStatus(announced=job.rebuilds.current is not None)
         self._recovery = RecoveryLog(job, self._log)
         parts = LoopParts(
@@ -136,14 +140,6 @@ class TrainingLoop:
         )
         self._regroup, self._acts = LoopRegroup(parts), StrategyActions(parts, is_newcomer=is_newcomer)
         self._is_newcomer = is_newcomer
-
-    def _begin_certificate(self) -> Certificate | None:
-        """Return the hash chain of this loop; None if no certificate was requested."""
-        job = self._job
-        if not job.settings.certificate:
-            return None
-        job.committed.link = job.committed.link or GENESIS
-        return Certificate(job, self._trainable.figures, self._fingerprint)
 
     def _get_sum(self) -> OrderedAllReduce:
         """Return the all-reduce, which keeps its memory in the job context from one training loop to the next."""
@@ -164,6 +160,7 @@ class TrainingLoop:
 
     def drive(self) -> Iterator[Step | Pause]:
         """Yield steps to the script, and pauses if requested, until the protocol lets this worker leave."""
+        self._job.loops.at_end = None
         try:
             yield from self._drive()
         finally:
@@ -217,18 +214,31 @@ class TrainingLoop:
         """Return the position in the data after the last committed step, and the order in which gradients are added."""
         return {**self._position.info(), "order": self._job.loops.order}
 
-    def end_here(self) -> None:
-        """Make the last committed step the last one of this loop; every worker must do so after the same step."""
-        self._position.end()
+    def leave_here(self) -> None:
+        """Make the last committed step the last one of this loop: the script has left it.
+
+        This worker still takes part in the next step, with nothing to add, and votes that it has left: nobody commits
+        that step, and all workers end the loop, also those whose scripts have not left it.
+        """
+        self._has_left = True
+
+    def keep_end(self) -> None:
+        """Keep the state after the last committed step, which is the last one of this loop, until the next loop begins."""
+        self._job.loops.at_end = self._restorer.copy_end(has_stopped=self.is_stopping)
 
     def _compute(self, step: int) -> Generator[Step, None, Event]:
         """Let the script compute a step. In a model that is split, workers need each other to begin and to finish."""
+        generators = generator_states() if self._has_left else None
         try:
             attempt = self._begin(step)
         except (PeerFailed, StoreLost) as error:
             return self._answer(error)
         if attempt is None:
             return DataExhausted()
+        if generators is not None:
+            self._executor.give_nothing()
+            set_generator_states(generators)  # the script is beyond this loop
+            return Computed()
         begun_s = self._job.clock.now_s()
         yield attempt
         attempt.check_computed()
@@ -268,7 +278,7 @@ class TrainingLoop:
                 self._executor.sum_bucket(bucket)
                 return BucketReduced()
             case VoteStep(step=step):
-                return StepVoted() if self._close(step) else CorruptionSeen()
+                return self._close(step)
             case ApplyStep(step=step):
                 self._apply(step)
                 return StepApplied()
@@ -316,25 +326,35 @@ class TrainingLoop:
             self._trainable.finish()
         return None
 
-    def _close(self, step: int) -> bool:
-        """Hold the commit vote on the step; return whether it is committed, False if the guard found corruption."""
+    def _close(self, step: int) -> Event:
+        """Hold the commit vote on the step; return whether it is committed, corrupt, or after the end of the loop."""
         self._recovery.end()
         self._log.mark("allreduce")
         self._points.reach_in_sum(step, self._trainable.num_buckets)
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
+        if has_left(said.step):
+            self._end_with_leavers(said.step)
+            return LoopLeft()
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
         if said.data is not None and said.data.differs:
             raise ConfigError(self._position.why_differs())
         if self._guard.read(step, said.guard):
             self._recovery.see_corruption(redone_steps=int(not self._guard.corrupt))  # a retry repeats the other votes
-            return False
+            return CorruptionSeen()
         if self._certificate is not None:
             self._certificate.read(step, said.parts)
         self._status.flags |= said.notes
         self._status.save_due = bool(said.save)
-        return True
+        return StepVoted()
+
+    def _end_with_leavers(self, said: MinMax) -> None:
+        """End the loop after the last committed step, because workers have left it; who has not stops as by ``stop``."""
+        if not has_all_left(said):
+            self._status.flags |= Note.STOP
+            if self._job.is_lead:
+                self._log.warn(leaver_line(said))
 
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""
@@ -343,7 +363,7 @@ class TrainingLoop:
         return CommitVote(
             guard=self._guard.fill(step, is_last=self._position.is_last(self._executor.in_progress())),
             parts=self._fingerprint.parts,
-            step=MinMax(step, step),
+            step=leaver_vote(job.comm.local_ranks[-1]) if self._has_left else MinMax(step, step),
             stop=bool(asked & Note.STOP),
             leave=bool(asked & Note.LEAVE),
             change=bool(parts or job.comm.newcomers(job.loop)),
@@ -396,7 +416,7 @@ class TrainingLoop:
     # -- the beginning, checkpoints
 
     def _announce(self) -> None:
-        if not self._status.announced:
+        if not self._status.announced and self._job.loop >= 0:
             self._status.announced = True
             self._log.started(self._position.plan, self._trainable.num_buckets, self._trainable.numel)
 
@@ -435,7 +455,7 @@ class TrainingLoop:
         if not has_begun or not self._trainable.is_replicated:  # a single worker does not hold the whole state
             raise lost
         self._acts.discard()
-        with turn(run_dir):
+        with turn(launcher_lost_path(Path(run_dir))):
             outcomes = self._restorer.save_without_store()
         for outcome in outcomes:
             self._log.saved(outcome)
@@ -450,17 +470,24 @@ class TrainingLoop:
 
     def _leave(self) -> None:
         job, trainable = self._job, self._trainable
+        if self._executor.batch is not None:
+            self._acts.discard()  # a step that nobody committed, because workers have left the loop
         trainable.leave()
         if self._status.outcome == "left":
             self._log.write(Left())
             self._log.warn(f"left the job before step {job.step} because it received SIGTERM")
             raise SystemExit(0)
         self._recovery.end()
+        if self._status.outcome == "done" and (self._restorer.belongs_to_later_loop or job.loop < 0):
+            self._log.mark("script")
+            return  # nothing was trained: the end of such a loop is not the end of training
         if (summary := trainable.summary()) is not None:
             self._log.write(summary)
         if self._certificate is not None:
             self._log.hashed(job.step, job.committed.link, self._certificate.hash_end())
         self._log.finished(self._status.outcome, trainable.sha256s(job.comm.local_ranks), self.account())
+        if self._status.outcome == "done":
+            self.keep_end()
         self._log.mark("script")
         job.pending.notes &= ~Note.STOP
         if self._status.outcome == "gave-up":

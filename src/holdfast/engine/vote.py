@@ -150,7 +150,7 @@ class CommitVote(Ballot):
     Args:
         guard: See :class:`GuardVote`.
         parts: Digests of the parts of a split model that the certificate hashes in this step; empty if replicated.
-        step: The step voted on, equal everywhere.
+        step: The step voted on, equal everywhere; or :func:`leaver_vote`.
         stop: A script asked to stop after this step.
         leave: A worker was asked to leave in a way that stops all workers.
         change: A worker waits to join, or was asked to leave while the job continues.
@@ -187,3 +187,26 @@ class CommitVote(Ballot):
         if self.ask:
             notes |= Note.ASK
         return notes
+
+
+def leaver_vote(rank: int) -> MinMax:
+    """Return what a worker whose script has left the loop votes in place of the step: negative, and its rank."""
+    return MinMax(-1, -1 - rank)
+
+
+def has_left(step: MinMax) -> bool:
+    """Return whether a worker has left the loop."""
+    return step.smallest < 0
+
+
+def has_all_left(step: MinMax) -> bool:
+    """Return whether all workers have."""
+    return step.largest < 0
+
+
+def leaver_line(step: MinMax) -> str:
+    """Return a line for the user about a worker that left the loop while others computed the next step."""
+    return (
+        f"rank {-1 - step.smallest} left the loop after step {step.largest - 1}, while other ranks were in step"
+        f" {step.largest}: all workers stop training after the same step. To end early, call loader.stop()"
+    )

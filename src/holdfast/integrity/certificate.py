@@ -16,7 +16,14 @@ from holdfast.engine.context import JobContext
 from holdfast.engine.vote import MinMax
 from holdfast.errors import InternalError
 from holdfast.integrity.certified import ChainLink, HashedState
-from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
+from holdfast.integrity.hash_chain import (
+    GENESIS,
+    WHOLE_EVERY,
+    digest_of_figures,
+    digest_of_ids,
+    digest_of_parts,
+    link_of,
+)
 from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.recovery.messages import Progress
 
@@ -101,3 +108,13 @@ class Certificate:
         """Return the digests of all resident tensors, when no step is in progress."""
         self._fingerprint.remember_buffers()
         return self._fingerprint.everything()
+
+
+def begin_certificate(
+    job: JobContext, figures: Callable[[], list[float]], fingerprint: Fingerprint
+) -> Certificate | None:
+    """Return the hash chain of a loop that begins; None if no certificate was requested."""
+    if not job.settings.certificate:
+        return None
+    job.committed.link = job.committed.link or GENESIS
+    return Certificate(job, figures, fingerprint)

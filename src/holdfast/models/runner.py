@@ -55,6 +55,10 @@ class Runner(ABC):
         if attempt.failure is not None:
             raise attempt.failure
 
+    def give_nothing(self, batch: MiniBatch, slices: Sequence[int]) -> None:
+        """Complete ``slices`` without computing them, in a loop that the script has left."""
+        raise InternalError(f"step {batch.step} of a session was left: only prepared loops can be")
+
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
         """All-reduce the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them."""
         raise InternalError(f"bucket {bucket} of step {batch.step} is not all-reduced over all workers")

@@ -150,6 +150,13 @@ class SliceRunner(Runner):
         if not self._part.gradients.adds_later:
             self._part.gradients.add_up(number, begun)
 
+    def give_nothing(self, batch: MiniBatch, slices: Sequence[int]) -> None:
+        gradients = self._part.gradients
+        for number in slices:
+            gradients.begin_slice(number, self._room)
+            gradients.end_slice(number, {"loss": 0.0}, len(batch.slices[number]))
+            gradients.add_up(number)
+
     def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None:
         """Record an image or a histogram, if it is of the first slice: whichever worker computes that, it is the same."""
         if number == min(batch.owners):

@@ -118,6 +118,11 @@ class DataExhausted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LoopLeft(Event):
+    """The commit vote reported that a worker's script has left the loop: no worker commits the step, and the loop ends."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost(Event):
     """A collective did not complete here because a peer failed."""
 

@@ -27,6 +27,10 @@ load. If only a message was corrupted in transit, no state is wrong: then all wo
 A split model then gets a new placement: parts are sent, agree(1), and only then the placement takes effect. Under
 ``partial`` a part without a surviving holder is restored at that point too, by one of its new holders.
 
+A worker whose script has left the loop takes part in the next step with nothing to add, and says so in the commit vote.
+No worker commits that step, and all enter the gate. The step is dropped only when all have left: a peer that missed the
+vote recovers in it, the step is rolled back or completed, and the vote is held again.
+
 At the end comes the gate: agree(1), publish, agree(1), leave. A worker may not leave on anything weaker, because a
 survivor that must recover would wait for the workers that left.
 """
@@ -66,6 +70,7 @@ from holdfast.recovery.messages import (
     Leave,
     LeftGroup,
     LoadCheckpoint,
+    LoopLeft,
     MembersChange,
     MoveParts,
     Note,
@@ -200,6 +205,9 @@ class Protocol:
                 return self._regroup(
                     RegroupLine.HEARD
                 )  # as for a membership change: a peer that missed the vote joins here
+            case ProtocolState.CLOSE, LoopLeft():
+                # the step stays as it is: a peer that missed the vote recovers in it, and it is then voted on again
+                return self._enter(ProtocolState.GATE, Agree(flag=True))
             case ProtocolState.APPLY, StepApplied():
                 self._finish_step()
                 return self._compute()

@@ -125,6 +125,28 @@ class PreparedLoader:
         """
         self._loop.weigh(items)
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left to train; see :meth:`Session.epochs`.
+
+        ::
+
+            for epoch in loader.epochs(12):
+                for inputs, targets in loader:
+                    ...
+                evaluate(model)
+
+        After :meth:`stop` it yields no more.
+
+        Raises:
+            ConfigError: if ``count`` is below 1.
+            ScriptError: if the previous loop was left in the middle of a step, or the checkpoint does not say which epoch
+                it is of.
+        """
+        for epoch in self._loop.session.epochs(count):
+            yield epoch
+            if self.stopped:
+                break
+
     def stop(self) -> None:
         """End training on all workers once the current step is committed, whichever worker calls it.
 

@@ -97,6 +97,9 @@ class PreparedLoop:
             self._is_left = self.phase is LoopPhase.APPLIED
             if self._is_left:
                 self.session.note_busy(busy=True)
+                assert self._opened is not None
+                assert self._opened.run is not None
+                self._opened.run.keep_end()
             raise
 
     def _open(self, loader: Any, *, hooks: bool) -> None:
@@ -157,7 +160,9 @@ class PreparedLoop:
         """Yield the inputs of this worker's slices, again after each failure, until the step is committed."""
         while self.phase is not LoopPhase.DECIDED:
             if self.step is None and not self._next_step():
-                raise InternalError("a step that has to be computed again was not begun")
+                raise ScriptError(
+                    f"a worker has left the loop after step {self.number - 1}, and this one is in the next step"
+                )
             yield from self._inputs_of_step()
 
     def _next_step(self) -> bool:
@@ -271,7 +276,7 @@ class PreparedLoop:
             )
         assert self._opened is not None
         assert self._opened.run is not None
-        self._opened.run.end_here()
+        self._opened.run.leave_here()
         if self._next_step():
             raise InternalError(f"step {self.number} was begun after the loop had ended")
         self._close()

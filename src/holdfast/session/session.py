@@ -14,20 +14,18 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast import notice
-from holdfast.comm import Communicator, VirtualCommunicator
+from holdfast.comm import Communicator
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.source import DataOptions, open_source
 from holdfast.engine.context import JobContext
 from holdfast.engine.injection import check_faults
 from holdfast.engine.loop import Pause, TrainingLoop
-from holdfast.errors import ConfigError, ScriptError
+from holdfast.errors import ConfigError, InternalError, ScriptError
 from holdfast.models.buffers import BufferChoices
 from holdfast.models.loss import check_name
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.trainables import make_trainable
-from holdfast.records.paths import stop_path
 from holdfast.records.types import WriterDeclared
-from holdfast.recovery.messages import Note
 from holdfast.session import gradient_hook
 from holdfast.session.connecting import check_device, connect_job
 from holdfast.session.launched import as_launched
@@ -35,6 +33,8 @@ from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.saving import save_atomically
+from holdfast.session.script_end import check_and_save, forget_jobs, note_job, on_sigterm, passed_line, save_at_end
+from holdfast.session.script_epochs import epochs_left, loading_loop
 from holdfast.session.step import Step
 from holdfast.state.catch_up import catch_up_first, join_training
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
@@ -197,6 +197,43 @@ class Session:
             return application.looks(self._trainable, loop.plan, loop.source.dataset, loop.source.collate)
         return cast("Iterator[Step]", self._train(loop))
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left to train: 0 to ``count - 1``, or after a resume those from the checkpoint's on.
+
+        ::
+
+            for epoch in session.epochs(12):
+                for step in session.steps(dataset, batch_size=128):
+                    ...
+                evaluate(model)
+
+        After ``--resume``, and after a restart of the job, model, optimizer and what is registered are those of the
+        checkpoint before the first number is returned. A worker that joins a running job begins at the epoch in
+        progress, and gets the state in its first loop. After the last epoch the state is saved, if there is a directory.
+
+        Args:
+            count: Epochs of the script, ``>= 1``.
+
+        Raises:
+            ConfigError: if ``count`` is not allowed.
+            ScriptError: if the previous loop was left before its end, or the checkpoint does not say which epoch it is of.
+        """
+        if count < 1:
+            raise ConfigError(f"epochs must be at least 1, got {count}")
+        self._end_loop()
+        job = self._connect()
+        if (loading := loading_loop(job)) is not None:
+            for _ in self._train(loading):
+                raise InternalError("a loop without a step has begun one")
+        yield from epochs_left(job, count, self._end_loop)
+        save_at_end(job)
+
+    def _end_loop(self) -> None:
+        """End a prepared loop that the script has left."""
+        if self.ends_loop is not None:
+            self.ends_loop()
+        self.check_finished()
+
     def _open(self, dataset: Any, batch_size: int | None = None, epochs: int = 1, **options: Any) -> OpenedLoop:
         """Check the arguments of :meth:`steps`, connect to the other workers, and return what a training loop needs.
 
@@ -244,7 +281,7 @@ class Session:
     def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:
         job, plan = loop.job, loop.plan
         if job.loops.loaded is not None and job.loop < job.loops.loaded.info["loop"]:
-            job.loops.end(plan.epochs)
+            self._pass(job, plan.epochs, pauses=pauses)
             return
         job.platform.properties = platform_of_worker(self._trainable.device)
         is_newcomer = not job.comm.members
@@ -254,6 +291,7 @@ class Session:
             compare_with_others(job)
         catch_up = catch_up_first(job, self._trainable, pauses=pauses) if is_newcomer else None
         if is_newcomer and not join_training(job, catch_up):
+            job.loops.has_missed = True
             job.loops.end(plan.epochs)
             return
         self._training = True
@@ -262,16 +300,23 @@ class Session:
         run = loop.run = TrainingLoop(
             job, self._trainable, plan, loop.source, is_newcomer=is_newcomer, pauses=pauses, catch_up=catch_up
         )
-        with notice.answered(lambda: self._on_sigterm(job)):
+        after = (lambda has_own: on_sigterm(job, has_own=has_own)) if job.loops.may_save_outside else None
+        with notice.answered(lambda: on_sigterm(job), after):
             try:
                 yield from run.drive()
             except SystemExit:  # this worker has left, or all have stopped: training ends here
                 self._close_loop()
                 raise
         job.loops.totals = run.account()
-        job.loops.end(plan.epochs)
+        self._pass(job, plan.epochs, pauses=pauses)
         loop.is_over = True
         self._close_loop()
+
+    def _pass(self, job: JobContext, epochs: int, *, pauses: bool) -> None:
+        """Advance to the next loop; say what a loop means that was trained before the checkpoint."""
+        if job.loops.loaded is not None and job.loop >= 0 and not self.in_framework:
+            self._say_once(job, passed_line(job, "loader" if pauses else "session"))
+        job.loops.end(epochs)
 
     def _close_loop(self) -> None:
         self._training = False
@@ -465,26 +510,13 @@ class Session:
     # -- setup
 
     def _connect(self) -> JobContext:
-        if self._job is not None:
-            return self._job
-        self._job = take_over()
+        self._job = self._job or take_over()
         if self._job is not None:
             return self._job
         self._job = connect_job(self._settings, self._given_comm, at_exit)
         self._settings = self._job.settings
+        note_job(self._job)
         return self._job
-
-    def _on_sigterm(self, job: JobContext) -> None:
-        """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves."""
-        settings = job.settings
-        if (
-            settings.run_dir
-            and not isinstance(job.comm, VirtualCommunicator)
-            and not stop_path(Path(settings.run_dir)).exists()
-        ):
-            job.pending.leaves = True
-        else:
-            job.pending.notes |= Note.LEAVE
 
 
 def at_exit() -> None:
@@ -493,6 +525,7 @@ def at_exit() -> None:
         if session.ends_loop is not None:
             session.ends_loop()
         session.check_finished()
+    check_and_save()
 
 
 def has_taken_over() -> bool:
@@ -507,4 +540,5 @@ def has_taken_over() -> bool:
 def forget_sessions() -> None:
     """Forget the sessions of an application that was torn down: their loops are open, and will not be continued."""
     _sessions.clear()
+    forget_jobs()
     gradient_hook.forget()

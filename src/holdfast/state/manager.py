@@ -238,6 +238,29 @@ class CheckpointManager:
         else:
             self._writer.leave()
 
+    def save_alone(self, step: int, content: WritePlan, info: dict[str, Any], attempt: int) -> WriteResult:
+        """Write and complete a checkpoint by this worker alone, now.
+
+        Args:
+            step: Number of steps that the state contains; all of them must be durable.
+            content: The whole state.
+            info: Metadata.
+            attempt: A number that no other worker uses for this step, ``>= 0``.
+        """
+        begun_s, saved, error = time.monotonic(), None, None
+        try:
+            saved = self._checkpoints.write(step, content, info, f"{self._token:x}-{attempt}").commit(attempt)
+            self._prune()
+        except CheckpointError as failure:
+            error = failure
+        took_s = time.monotonic() - begun_s
+        return WriteResult(step=step, saved=saved, error=error, held_s=took_s, written_s=took_s)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the job has a directory for checkpoints."""
+        return self._named
+
     def poll(self) -> list[WriteResult]:
         """Return the outcomes of checkpoints since the last call."""
         outcomes, self._failed = [*self._failed, *self._writer.poll()], []

@@ -163,7 +163,7 @@ def compare_with_others(job: JobContext) -> None:
         StoreLost: if the membership store is lost.
     """
     me = job.comm.local_ranks[0]
-    theirs = json.loads(job.comm.wanted_platform() or "null")
+    theirs = json.loads(job.comm.wanted_platform() or "{}").get("platform")
     found = (
         None
         if theirs is None

@@ -10,12 +10,13 @@ import dataclasses
 import secrets
 from typing import Any
 
-from holdfast.checkpoint import LoadedCheckpoint
+from holdfast.checkpoint import LoadedCheckpoint, take
+from holdfast.checkpoint.snapshot import SnapshotBuffer
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.position import DataPosition
 from holdfast.data.seeds import generator_states, set_generator_states
-from holdfast.engine.context import JobContext
+from holdfast.engine.context import JobContext, LoopEnd
 from holdfast.engine.live_config import LiveConfig
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
@@ -26,6 +27,7 @@ from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.admission import Admission
+from holdfast.state.loop_end import keepers, lone_attempt
 from holdfast.state.order_choice import choose_order, order_of_checkpoint
 from holdfast.state.platform_check import compare_platforms, compare_with_checkpoint
 from holdfast.state.transfer import receive_state, send_state
@@ -55,6 +57,8 @@ class StateRestorer:
         self._begun_from: int | None = None
         self._given: tuple[Any, dict[str, Any]] | None = None
         self.belongs_to_later_loop = False
+        self.has_stopped = False
+        """Whether the state was saved after a loop that the script had stopped."""
 
     def load(self, *, trained: bool) -> bool:
         """Load the newest intact checkpoint that this loop can resume from; without one, make the replicas equal.
@@ -230,22 +234,34 @@ class StateRestorer:
 
     def save_without_store(self) -> list[WriteResult]:
         """Save the state before the step in progress, unless this step or a later one is saved already; return the outcomes."""
-        comm, checkpoints = self._job.comm, self._job.checkpoints
+        checkpoints = self._job.checkpoints
         if self.belongs_to_later_loop or checkpoints.has(self._job.step):
             return checkpoints.poll()
-        attempt = (
-            comm.generation + 1 + comm.local_ranks[0]
-        )  # unique: another survivor may have failed during its attempt
-        checkpoints.begin(
-            self._job.step,
-            self._state(self._trainable.state_dict()),
-            self._info(),
-            (comm.local_ranks,),
-            comm.local_ranks,
-            attempt,
-        )
-        checkpoints.publish(self._job.step - 1, attempt, is_lead=True)
-        return checkpoints.finish()
+        checkpoints.drop()
+        content = take(self._state(self._trainable.state_dict()))
+        return [
+            *checkpoints.finish(),
+            checkpoints.save_alone(self._job.step, content, self._info(), lone_attempt(self._job)),
+        ]
+
+    def copy_end(self, *, has_stopped: bool) -> LoopEnd | None:
+        """Return a copy of the state at the end of this loop, whatever the script does to the model afterwards.
+
+        None if it cannot be saved between two loops.
+        """
+        job = self._job
+        if not (job.loops.may_save_outside and self._trainable.is_replicated) or self.belongs_to_later_loop:
+            return None
+        if not set(keepers(job)) & set(job.comm.local_ranks):
+            return LoopEnd(job.step, None, {})
+        content = take(self._state(self._trainable.shared_state()))
+        try:
+            copy = SnapshotBuffer(pins=False).copy(content)
+        except (RuntimeError, MemoryError) as error:
+            self._log.warn(f"there is no memory for a copy of the state at the end of the loop: {error}")
+            return None
+        ended = {"ended": True} if self._position.has_more else {}
+        return LoopEnd(job.step, copy, self._info() | ended | {"stopped": has_stopped})
 
     def _state(self, replica: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -261,6 +277,7 @@ class StateRestorer:
             **self._position.info(),
             "loop": job.loop,
             "first_step_of_loop": job.loops.first_step,
+            "first_epoch_of_loop": job.loops.epoch,
             "order": job.loops.order,
             "workers": len(job.comm.members),
             "totals": dataclasses.asdict(job.loops.totals),
@@ -268,6 +285,7 @@ class StateRestorer:
             "kind": job.platform.properties,
             **({"framework": job.loops.describe()} if job.loops.describe is not None else {}),
             **({"link": job.committed.link} if job.committed.link else {}),
+            **({} if (epoch := job.loops.script_epoch) is None else {"script_epoch": dataclasses.asdict(epoch)}),
         }
 
     def transfer_state(self, newcomers: tuple[int, ...]) -> tuple[int, ...]:
@@ -334,6 +352,9 @@ class StateRestorer:
             self._set_order(order_of_checkpoint(job, info["order"]))
             self._position.restore(info, loaded.state["ledger"], keep_slices=job.settings.slices > 0)
             self._find_data()
+            self.has_stopped = info.get("stopped", False)
+            if info.get("ended", False):
+                self._position.end()
             if "changes" in info:
                 self._live_config.go_on_from(info["changes"])
             job.loops.slices = self._position.plan.slices

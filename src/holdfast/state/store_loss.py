@@ -32,9 +32,8 @@ def launcher_died(run_dir: str) -> bool:
 
 
 @contextlib.contextmanager
-def turn(run_dir: str) -> Iterator[None]:
-    """Hold an exclusive lock; a worker that dies releases it."""
-    path = launcher_lost_path(Path(run_dir))
+def turn(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file; a worker that dies releases it."""
     path.touch(mode=0o600)
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,0 +1,117 @@
+"""What happens outside of training loops: SIGTERM between two of them, and the end of the script."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from holdfast.comm import VirtualCommunicator
+from holdfast.engine.context import JobContext
+from holdfast.errors import CheckpointError, ScriptError
+from holdfast.records.paths import stop_path
+from holdfast.recovery.messages import Note
+from holdfast.state.loop_end import save_end
+
+_jobs: list[JobContext] = []
+"""Jobs of this process that the end of the script must find complete, and saved."""
+
+
+def note_job(job: JobContext) -> None:
+    """From now on, check and save this job at the end of the script, if that is noticed: with a launcher, or other workers."""
+    job.loops.may_save_outside = bool(job.settings.run_dir) or not isinstance(job.comm, VirtualCommunicator)
+    if job.loops.may_save_outside:
+        _jobs.append(job)
+
+
+def forget_jobs() -> None:
+    """Forget jobs whose application was torn down; the next session notes its own."""
+    _jobs.clear()
+
+
+def on_sigterm(job: JobContext, *, has_own: bool = False) -> None:
+    """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves.
+
+    Within a loop, the next commit vote stops all workers, or lets this one leave. Outside, the state at the end of the
+    last loop is saved now, whatever the script is doing, and this worker ends.
+
+    Args:
+        job: The job context.
+        has_own: The script has a handler of its own, which decides what happens next.
+
+    Raises:
+        SystemExit: outside of a loop, once the state is saved, unless the script has its own handler.
+        CheckpointError: if it could not be saved.
+    """
+    run_dir = job.settings.run_dir
+    if run_dir and not isinstance(job.comm, VirtualCommunicator) and not stop_path(Path(run_dir)).exists():
+        job.pending.leaves = True
+        return
+    if job.loops.at_end is None:
+        job.pending.notes |= Note.LEAVE
+        return
+    save_end(job)
+    job.loops.at_end = None
+    for record in job.loops.finished:
+        job.log.write(
+            dataclasses.replace(record, t_s=job.clock.now_s(), outcome="stopped", checkpoint=str(job.checkpoints.url))
+        )
+    if not has_own:
+        # Open MPI reports only a process that ends with 0 to workers which are in the next loop already.
+        raise SystemExit(4 if job.comm.has_atomic_shrink else 0)
+
+
+def check_and_save() -> None:
+    """At the end of the script, check that training is complete, and save its end.
+
+    Raises:
+        ScriptError: if the script has ended before the loop of the checkpoint, or of the workers that it was to join.
+    """
+    for job in _jobs:
+        _check_reached(job)
+        save_at_end(job)
+
+
+def save_at_end(job: JobContext) -> None:
+    """Save the state at the end of training, if the job has a directory for checkpoints."""
+    if not job.checkpoints.is_named:
+        return
+    try:
+        save_end(job)
+    except CheckpointError as error:
+        sys.stderr.write(f"holdfast: {error}\n")
+
+
+def _check_reached(job: JobContext) -> None:
+    loops = job.loops
+    if not job.comm.members:
+        if loops.has_missed:
+            raise ScriptError(
+                "the script ended before it had joined the other workers, in loops that are over: it decides what to train"
+                f" by values that a new worker does not have. {_advice(job)}"
+            )
+        return
+    if loops.loaded is None:
+        return
+    at = loops.loaded.info.get("script_epoch")
+    where = f"epoch {at['number']}" if at else f"training loop {loops.loaded.info['loop']}"
+    raise ScriptError(
+        f"the script ended after {loops.number} training loops, before {where}, to which the checkpoint of step"
+        f" {loops.loaded.step} belongs: nothing was trained. {_advice(job)}"
+    )
+
+
+def _advice(job: JobContext) -> str:
+    if job.loops.calls:
+        return "Ask for at least as many epochs as before"
+    return 'What stands between loops, such as early stopping, runs in epochs that are over; use "for epoch in loader.epochs(N)", or session.epochs'
+
+
+def passed_line(job: JobContext, name: str) -> str:
+    """Return a line about a loop that was trained before the loaded checkpoint; ``name``: what has ``epochs``."""
+    assert job.loops.loaded is not None
+    line = (
+        f"this loop was done before the checkpoint (step {job.loops.loaded.step}): it yields nothing, and what stands around"
+        " it (evaluation, scheduler, best model) runs on the checkpoint's model"
+    )
+    return line if job.loops.script_epoch is not None else f'{line}; use "for epoch in {name}.epochs(N)"'

@@ -1,0 +1,56 @@
+"""Saving the state between two training loops and after the last one, where workers make no agreements.
+
+All workers have passed the gate of the last loop with the same state, so any of them can save it alone. The two lowest
+ranks hold a copy. On one node they take turns, and the second one finds the checkpoint of the first; on other nodes,
+where there is no lock, only the lowest rank writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from holdfast.engine.context import JobContext
+from holdfast.engine.run_log import RunLog
+from holdfast.errors import CheckpointError
+from holdfast.state.store_loss import turn
+
+_LOCK = "loop-end.lock"
+
+
+def keepers(job: JobContext) -> tuple[int, ...]:
+    """Return the ranks that keep a copy: either of two may die before it is needed."""
+    is_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= len(job.first_members) - job.settings.spares
+    return job.comm.members[: 2 if is_one_node and job.settings.run_dir else 1]
+
+
+def lone_attempt(job: JobContext) -> int:
+    """Return a number for a checkpoint that this worker writes alone: others may have failed during theirs."""
+    return job.comm.generation + 1 + job.comm.local_ranks[0]
+
+
+def save_end(job: JobContext) -> None:
+    """Save the state at the end of the last loop, unless another worker does or has; afterwards no copy is held.
+
+    Raises:
+        CheckpointError: if it could not be saved.
+    """
+    end, job.loops.at_end = job.loops.at_end, None
+    if end is None or end.content is None:
+        return
+    run_dir = job.settings.run_dir
+    alone: AbstractContextManager[None] = turn(Path(run_dir, _LOCK)) if run_dir else contextlib.nullcontext()
+    with alone:
+        if job.checkpoints.has(end.step):
+            return
+        log = RunLog(job)
+        log.mark("checkpoint")
+        outcome = job.checkpoints.save_alone(end.step, end.content, end.info, lone_attempt(job))
+        log.saved(outcome)
+        log.mark("script")
+    if outcome.saved is None:
+        raise CheckpointError(
+            f"the state before step {end.step}, at the end of training, could not be saved: {outcome.error}"
+        )
