@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobState
 from holdfast.records.types import (
     CollectiveAwaited,
@@ -102,7 +103,9 @@ def test_a_survivor_that_was_told_that_it_leads_has_taken_the_duties_over(calls,
 
 def test_the_next_lead_is_lost_before_it_is_asked_again():
     """Rank 1 led, and died; rank 2 has never been told that it leads."""
-    said = verdict(*RANK_0_DIES, asked(1, True), asked(2, False), ended(1, -9), recovered(2, (1,)), *survivors_finish(2))
+    said = verdict(
+        *RANK_0_DIES, asked(1, True), asked(2, False), ended(1, -9), recovered(2, (1,)), *survivors_finish(2)
+    )
 
     assert isinstance(said, JobBroken)
 
