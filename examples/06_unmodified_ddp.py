@@ -1,13 +1,16 @@
 """A plain DistributedDataParallel script survives the death of ranks. It names Holdfast once: as the backend.
 
-What you will see: two of four ranks die, rank 0 among them. The all-reduce in the backward pass is retried over the
+What you will see: two of four ranks die. The all-reduce in the backward pass is retried over the
 survivors and averaged over them, and the last lines show that the survivors ended with the same weights.
 
 Run:
-    holdfast run -n 4 --inject kill:rank=0,step=40,phase=allreduce --inject kill:rank=2,step=90 examples/06_unmodified_ddp.py
+    holdfast run -n 4 --inject kill:rank=1,step=40,phase=allreduce --inject kill:rank=2,step=90 examples/06_unmodified_ddp.py
     holdfast run -n 4 examples/06_unmodified_ddp.py                   undisturbed
     mpirun --with-ft ulfm --oversubscribe -n 4 python examples/06_unmodified_ddp.py    without the launcher
     torchrun --nproc-per-node 4 examples/06_unmodified_ddp.py gloo    the same script without Holdfast
+
+If rank 0 dies, the survivors train on, too, but whatever a script does under ``rank == 0`` is left undone: the run then ends
+with 1, unless the script asks ``holdfast.distributed.is_lead()``.
 
 *Covers:* init_process_group("holdfast").
 """

@@ -102,10 +102,11 @@ def test_an_unmodified_script_runs_when_nobody_dies(tmp_path):
 def test_an_unmodified_script_goes_on_when_two_of_four_die(tmp_path, fabric, specs):
     killed = [int(spec[10]) for spec in specs]
 
-    report = run_report(tmp_path, "-n", 4, "--fabric", fabric, *inject(*specs), EXAMPLE, timeout=JOB_S)
+    report = run_report(tmp_path, "-n", 4, "--fabric", fabric, *inject(*specs), EXAMPLE, exit_code=1, timeout=JOB_S)
 
     check_example(report, sorted({0, 1, 2, 3} - set(killed)))
     assert_landed(report, *killed)
+    assert "rank 0 was lost: what the script does under" in report["_stderr"], "it may have left its output to rank 0"
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,12 @@ for step in range(8):
     optimizer.step()
 """
 
+LEAD = """
+import holdfast.distributed
+if holdfast.distributed.is_lead():
+    print("saved")
+"""
+
 UNKNOWN = ("slices", "split", "seed", "steps_planned", "num_buckets", "parameters", "lost", "checkpoints", "checkpoint")
 
 
@@ -34,7 +40,7 @@ def assert_only_what_is_known(report):
 @pytest.mark.chaos
 def test_a_ddp_job_that_loses_a_rank_ends_well_and_claims_nothing_more(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(BEGIN + TRAIN)
+    script.write_text(BEGIN + TRAIN + LEAD)
 
     report = run_report(tmp_path, "-n", 3, "--inject", "kill:rank=0,step=3,phase=allreduce", script, page=True)
 

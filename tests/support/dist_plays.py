@@ -775,4 +775,5 @@ if __name__ == "__main__":
     dist.init_process_group("holdfast", timeout=PATIENCE)
     PLAYS[sys.argv[1]](*sys.argv[2:])
     if dist.is_initialized():
+        holdfast.distributed.is_lead()  # each rank notes what it saw: nothing is left to rank 0
         dist.destroy_process_group()

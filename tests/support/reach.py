@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,4 +146,4 @@ def _of_tree(statement: ast.stmt) -> Reach:
 def _heads(nodes: list[ast.expr]) -> set[str]:
     """Return the first string of a list, and the one after "holdfast"."""
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return {*texts[:1], *(after for before, after in zip(texts, texts[1:], strict=False) if before == "holdfast")}
+    return {*texts[:1], *(after for before, after in itertools.pairwise(texts) if before == "holdfast")}

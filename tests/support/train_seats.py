@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from holdfast.distributed import alive, register
+from holdfast.distributed import alive, is_lead, register
 
 SAMPLES, BATCH, EPOCHS = 120, 4, 3
 STEPS_EPOCH = SAMPLES // 3 // BATCH
@@ -106,6 +106,7 @@ def main():
         "size": dist.get_world_size(),
         "alive": list(alive()),
         "is_new": is_new,
+        "is_lead": is_lead(),
         "steps": steps,
         "rate": schedule.get_last_lr(),
         "weights": hashlib.sha256(weights).hexdigest(),

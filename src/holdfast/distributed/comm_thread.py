@@ -31,13 +31,14 @@ from holdfast.comm.seated import SeatedCommunicator
 from holdfast.comm.subgroup import Subgroup
 from holdfast.config import Settings
 from holdfast.device_errors import DeviceFailure, classify
+from holdfast.distributed.debug_mode import compare_calls
 from holdfast.distributed.joining import Joining
 from holdfast.distributed.long_waits import LongWaits
 from holdfast.distributed.meeting import Meeting
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.distributed.seating import SeatRow
-from holdfast.distributed.tasks import Collective, P2PTransfer
+from holdfast.distributed.tasks import Collective, P2PTransfer, ranks_lost
 from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
@@ -54,7 +55,6 @@ _ATTEMPTS = 4
 """A collective that fails this often although no rank failed has another cause."""
 _START_WITHIN_S = Phase.TORCH_GROUP.value.fixed_s
 _LATE = "the communication thread did not answer"
-_SIGNATURE_BYTES = 256
 _WATCH_EVERY_S = 0.5
 
 
@@ -292,11 +292,11 @@ class CommThread:
         if group.broken:
             return HoldfastError(f"{job.what}: the group is unusable, because one of its collectives timed out")
         if job.has_failed:
-            return self._lost(job)
+            return ranks_lost(job)
         while True:
             try:
                 if self._debug and job.signature:
-                    self._compare(job)
+                    compare_calls(job)
                 job.exchange()
             except PeerFailed as error:
                 before = self.world.base.members
@@ -309,7 +309,7 @@ class CommThread:
                 if failures >= _ATTEMPTS:
                     return HoldfastError(f"{job.what} failed {failures} times although no rank failed: {error}")
                 if job.has_failed:
-                    return self._lost(job)
+                    return ranks_lost(job)
             except (RanksLost, ScriptError) as error:  # raised on all ranks alike
                 return error
             except Exception as error:  # belongs to the caller of the collective
@@ -332,27 +332,6 @@ class CommThread:
         else:
             job.work.fail(error)
 
-    def _lost(self, job: Collective | P2PTransfer) -> RanksLost:
-        dead, alive = job.group.dead, job.group.alive
-        ranks = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
-        if not dead:
-            return RanksLost(f"{job.what} was interrupted by the recovery of another group", dead, alive)
-        advice = job.fate.advice(dead, root=job.root) if isinstance(job, Collective) else ""
-        return RanksLost(
-            f"{job.what} did not complete: {ranks} failed; alive: {', '.join(map(str, alive))}{advice}", dead, alive
-        )
-
-    def _compare(self, job: Collective) -> None:
-        """Make sure that all ranks call the same collective, or raise ``ScriptError`` with the call of each."""
-        mine = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
-        gathered = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
-        job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), gathered)
-        said = [bytes(row.tolist()).decode(errors="replace").strip() for row in gathered]
-        if len(set(said)) > 1:
-            calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
-            number = job.group.completed
-            raise ScriptError(f"the ranks call different collectives as number {number} of their group: {calls}")
-
     # -- point-to-point
 
     def _begin(self, transfer: P2PTransfer) -> None:
@@ -360,7 +339,7 @@ class CommThread:
             transfer.message = transfer.begin()
         except PeerFailed:
             self.recover()
-            transfer.work.fail(self._lost(transfer))
+            transfer.work.fail(ranks_lost(transfer))
         except Exception as error:  # belongs to the caller
             transfer.work.fail(error)
         else:
@@ -399,7 +378,7 @@ class CommThread:
         for transfer in transfers:
             if transfer.message is not None:
                 self.world.base.abandon(transfer.message)
-            transfer.work.fail(self._lost(transfer))
+            transfer.work.fail(ranks_lost(transfer))
         lost = () if joins else tuple(rank for rank in before if rank not in self.world.members)
         completed = self._settle(table, before, lost)
         was_seated = self.joining.is_seated

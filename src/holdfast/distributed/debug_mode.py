@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+import torch
+
+from holdfast.errors import ScriptError
 from holdfast.options import parse
+
+if TYPE_CHECKING:
+    from holdfast.distributed.tasks import Collective
+
+_SIGNATURE_BYTES = 256
 
 
 def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
@@ -16,3 +25,15 @@ def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
     """
     text = (os.environ if env is None else env).get("HOLDFAST_DEBUG", "")
     return bool(parse("HOLDFAST_DEBUG", text, default=False))
+
+
+def compare_calls(job: Collective) -> None:
+    """Make sure that all ranks call the same collective, or raise ``ScriptError`` with the call of each."""
+    mine = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
+    gathered = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
+    job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), gathered)
+    said = [bytes(row.tolist()).decode(errors="replace").strip() for row in gathered]
+    if len(set(said)) > 1:
+        calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
+        number = job.group.completed
+        raise ScriptError(f"the ranks call different collectives as number {number} of their group: {calls}")

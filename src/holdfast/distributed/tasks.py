@@ -9,6 +9,7 @@ from holdfast.comm.base import Message
 from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import Fate
 from holdfast.distributed.work import PendingWork
+from holdfast.errors import RanksLost
 
 
 @dataclass(slots=True)
@@ -53,3 +54,15 @@ class P2PTransfer:
     finish: Callable[[], None]
     work: PendingWork
     message: Message | None = None
+
+
+def ranks_lost(job: Collective | P2PTransfer) -> RanksLost:
+    """Return the error of a collective or message that needs ranks which have failed."""
+    dead, alive = job.group.dead, job.group.alive
+    ranks = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
+    if not dead:
+        return RanksLost(f"{job.what} was interrupted by the recovery of another group", dead, alive)
+    advice = job.fate.advice(dead, root=job.root) if isinstance(job, Collective) else ""
+    return RanksLost(
+        f"{job.what} did not complete: {ranks} failed; alive: {', '.join(map(str, alive))}{advice}", dead, alive
+    )

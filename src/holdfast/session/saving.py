@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from holdfast.errors import CheckpointError, ConfigError
 
 SAFETENSORS = ".safetensors"
+
+
+def model_state(model: Any) -> dict[str, Any]:
+    """Return the ``state_dict`` of a module, or of the whole module of a Pipeline or Sharded model."""
+    state: dict[str, Any] = (model if isinstance(model, nn.Module) else model.module).state_dict()
+    return state
 
 
 def save_atomically(obj: Any, path: Path, rank: int) -> None:

@@ -121,7 +121,7 @@ class Session:
             backend.check_session()
         note_session(self._settings, is_replicated=self._trainable.is_replicated)
         self._model: Any = model
-        self._declared: set[tuple[str, bool, bool]] = set()
+        self._declared: list[WriterDeclared] = []
         self._total_steps = total_steps
         self._given_comm = comm
         self._job: JobContext | None = None
@@ -345,8 +345,7 @@ class Session:
         """Write a file that is complete or not there at all, whichever worker dies while it is written.
 
         Call it on every worker, not under ``is_lead``. Each writes a temporary file, which replaces ``path`` once it is
-        complete; the replicas are equal, so all write the same, and the file is there when the call returns. It costs
-        every worker the time to write the object.
+        complete; replicas are equal, so all write the same. Each worker spends the time to write the object.
 
         Args:
             path: The file; with the suffix ``.safetensors`` it has that format, otherwise that of ``torch.save``.
@@ -365,11 +364,10 @@ class Session:
 
     def _declare(self, how: str) -> None:
         """Record which worker writes what the script writes, as far as this call says; each answer once."""
-        job = self._connect()
-        declared = (how, job.is_lead, self._training)
-        if declared not in self._declared:
-            self._declared.add(declared)
-            job.log.write(WriterDeclared(how=how, is_lead=job.is_lead, in_loop=self._training))
+        said = WriterDeclared(how=how, is_lead=self._connect().is_lead, in_loop=self._training)
+        if said not in self._declared:
+            self._declared.append(said)
+            self._connect().log.write(said)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
