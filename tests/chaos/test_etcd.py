@@ -7,7 +7,7 @@ import pytest
 from etcd import Cluster
 from jobs import ROOT, assert_landed, run_report
 
-TRAIN = (ROOT / "src" / "holdfast" / "workloads" / "train.py", "--epochs", "3")
+TRAIN = (ROOT / "src" / "holdfast_lab" / "workloads" / "train.py", "--epochs", "3")
 WAIT_S = 120
 
 

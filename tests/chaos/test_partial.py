@@ -97,7 +97,6 @@ def test_a_part_that_was_just_saved_is_restored_to_the_bit(tmp_path, kind, fabri
                 *("--fabric", "ulfm", "--mirror-fraction", 0.5, "--mirror-predictor", "calibrated"),
                 *("--mirror-codec", "int8", "--mirror-distance", "scaled"),
             ),
-            marks=pytest.mark.soak,
         ),
     ],
 )

@@ -1,13 +1,12 @@
-"""What a test reaches, read from its source: the strings and the commands in its body, its fixtures and its helpers.
+"""What a test reaches, read from its source: the words in its body, its fixtures and its helpers.
 
-A word of a parameter counts for that parameter's test alone, so that a list of tests to leave out can be judged.
+The words of a parameter count for the test with that parameter alone, because lists leave out tests by parameter.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,32 +18,21 @@ FOLDERS = (TESTS / "support", TESTS / "lab", TESTS)
 
 @dataclass
 class Reach:
-    """Strings, the first words of lists and calls, and the names used."""
+    """The words of a piece of source, and the names that it uses."""
 
     words: set[str] = field(default_factory=set)
-    heads: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
 
-    def add(self, other: Reach) -> None:
-        """Add what another piece of source reaches."""
-        self.words |= other.words
-        self.heads |= other.heads
 
-
-def of_values(values: object) -> Reach:
-    """Return the reach of a parameter: its strings, and the first string of each list."""
-    found = Reach()
-    if isinstance(values, str | Path):
-        found.words.update(split(str(values)))
-    elif isinstance(values, dict):
-        for each in (*values, *values.values()):
-            found.add(of_values(each))
-    elif isinstance(values, list | tuple | set | frozenset):
-        texts = [each for each in values if isinstance(each, str)]
-        found.heads.update(texts[:1])
-        for each in values:
-            found.add(of_values(each))
-    return found
+def words_of_value(value: object) -> set[str]:
+    """Return the words of a parameter."""
+    if isinstance(value, str | Path):
+        return split(str(value))
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return set().union(*map(words_of_value, value))
+    return set()
 
 
 def split(text: str) -> set[str]:
@@ -53,18 +41,16 @@ def split(text: str) -> set[str]:
     return {text, *words, *(word.partition("=")[0] for word in words if word.startswith("--"))}
 
 
-def of_item(item: object) -> Reach:
-    """Return what a collected test reaches."""
-    found = Reach()
-    if (callspec := getattr(item, "callspec", None)) is not None:
-        found.add(of_values(dict(callspec.params)))
-    found.add(_reached(Path(item.path), item.originalname, frozenset(item.fixturenames)))
-    return found
+def words_of(item: object) -> set[str]:
+    """Return the words that a collected test reaches."""
+    callspec = getattr(item, "callspec", None)
+    own = words_of_value(dict(callspec.params)) if callspec is not None else set()
+    return own | _reached(Path(item.path), item.originalname, frozenset(item.fixturenames))
 
 
 @functools.cache
-def _reached(path: Path, name: str, fixtures: frozenset[str]) -> Reach:
-    found, seen = Reach(), set()
+def _reached(path: Path, name: str, fixtures: frozenset[str]) -> set[str]:
+    words, seen = set(), set()
     ahead = [(path, name), *((path, fixture) for fixture in fixtures)]
     while ahead:
         if (step := ahead.pop()) in seen:
@@ -73,12 +59,12 @@ def _reached(path: Path, name: str, fixtures: frozenset[str]) -> Reach:
         where, wanted = step
         module = _module(where)
         if wanted in module.pieces:
-            found.add(module.pieces[wanted])
+            words |= module.pieces[wanted].words
             ahead.extend((where, each) for each in module.pieces[wanted].names)
         if wanted in module.imports:
             source, original = module.imports[wanted]
             ahead.extend((source, each) for each in ([original] if original else _used(module, wanted)))
-    return found
+    return words
 
 
 @dataclass
@@ -138,12 +124,4 @@ def _of_tree(statement: ast.stmt) -> Reach:
             found.names.add(node.attr)
         elif isinstance(node, ast.arg):
             found.names.add(node.arg)
-        if isinstance(node, ast.List | ast.Tuple | ast.Call):
-            found.heads |= _heads(node.args if isinstance(node, ast.Call) else node.elts)
     return found
-
-
-def _heads(nodes: list[ast.expr]) -> set[str]:
-    """Return the first string of a list, and the one after "holdfast"."""
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return {*texts[:1], *(after for before, after in itertools.pairwise(texts) if before == "holdfast")}
