@@ -343,20 +343,28 @@ def test_the_license_is_whole():
     assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30", "not the text of apache.org"
 
 
-@pytest.mark.parametrize("failing", [None, "test", "test-torch", "integrations"])
-def test_continuous_integration_runs_the_tests_and_fails_with_them(failing, tmp_path):
+@pytest.mark.parametrize("failing", [None, "setup", "test", "test-torch", "integrations"])
+def test_continuous_integration_runs_the_tests_fails_with_them_and_says_what_each_part_took(failing, tmp_path):
     from holdfast.torch_private import TRIED
 
     make = tmp_path / "make"
     make.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\ntest "$1" != "{failing}"\n')
     make.chmod(0o755)
 
-    ended = subprocess.run([ROOT / ".ci" / "run"], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
+    ended = subprocess.run(
+        [ROOT / ".ci" / "run"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
 
     called = (tmp_path / "called").read_text().splitlines()
-    wanted = ["test", f"test-torch VERSION={TRIED}", "integrations ONLY=core"]
-    assert called == wanted[: {"test": 1, "test-torch": 2}.get(failing, 3)]
+    parts = ["setup", "test", f"test-torch VERSION={TRIED}", "integrations ONLY=core"]
+    assert called == parts[: {"setup": 1, "test": 2, "test-torch": 3}.get(failing, 4)]
     assert (ended.returncode == 0) == (failing is None)
+    times = [re.sub(r"\d+ s$", "T", line) for line in ended.stdout.splitlines()]
+    assert times == [f"make {each}: {'failed after ' if each.split()[0] == failing else ''}T" for each in called]
 
 
 def test_the_glossary_has_one_meaning_for_each_word_in_alphabetical_order_and_each_is_used():
