@@ -60,6 +60,31 @@ def test_without_failures_there_is_only_work_and_checkpoints():
     assert outcome.goodput == 200 / 205
 
 
+def test_a_part_that_is_restored_as_it_was_costs_the_steps_until_the_loss_is_where_it_was():
+    job = {"strategy": "partial", "model": "split"}
+    free, two, default = (
+        run(scripted(AT_133, costs=replace(COSTS, stale_iterations=stale), **job, mirror_every=4))
+        for stale in (0, 2, None)
+    )
+    exact = run(scripted(AT_133, strategy="partial", model="mirrored", mirror_every=4))
+
+    assert spent(exact) == spent(free)
+    assert two.parts_ns["lost"] - free.parts_ns["lost"] == 2 * 10e9
+    assert two.total_ns - free.total_ns == 2 * 10e9 + 5e9  # the steps go on to 22, so one more checkpoint is due at 20
+    assert (free.steps, two.steps, two.finished) == (20, 22, True)
+    assert default.parts_ns["lost"] - free.parts_ns["lost"] == 10e9  # a quarter of mirror_every
+
+
+def test_no_more_is_lost_than_there_is_and_an_older_checkpoint_takes_nothing_back_twice():
+    job = {"strategy": "partial", "model": "split", "min_workers": 3}
+    costs = replace(COSTS, stale_iterations=1000, spawn_s=0)
+
+    outcome = run(scripted((0, 33, 33), (1, 180, 400), (2, 300, 500), (0, 420, 700), costs=costs, **job))
+
+    assert min(outcome.parts_ns.values()) >= 0
+    assert outcome.finished
+
+
 AT_133 = (0, 133, 133)  # step 12 began at 125: worker 0 dies when the bucket is summed and the closing sum is not
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_lab.simulate.assuming import ask, enough_spares
+from holdfast.errors import ConfigError
+from holdfast_lab.simulate.assuming import ask
 from holdfast_lab.simulate.planning import mtbf_back_s, recommended
+from holdfast_lab.simulate.spare_worth import worthwhile_spares
 
 
 @pytest.mark.parametrize(
@@ -26,21 +28,70 @@ def test_rollback_is_recommended_unless_another_is_better_by_half_a_point(goodpu
     assert recommended(goodput) == answer
 
 
-@given(st.just(0.0) | st.floats(1e-6, 100.0))
-def test_spares_suffice_for_99_percent_of_the_time_and_one_machine_less_does_not(away):
-    spares = enough_spares(away, 16384, 8)
-
-    def at_most(machines: int) -> float:
-        return sum(math.exp(-away) * away**k / math.factorial(k) for k in range(machines + 1))
-
-    assert spares % 8 == 0
-    assert at_most(spares // 8) >= 0.99
-    assert spares == 0 or at_most(spares // 8 - 1) < 0.99
+def work_by_hand(workers: int, per_node: int, spare: int, down: float, split: str) -> float:
+    """Return the work per worker, spares included, from every possible number of nodes that are down."""
+    nodes, found = workers // per_node + spare, 0.0
+    for away in range(nodes + 1):
+        there = workers - max(0, away - spare) * per_node
+        pace = 0.0 if there <= 0 else there / workers if split == "even" else 1 / math.ceil(workers / there)
+        found += math.comb(nodes, away) * down**away * (1 - down) ** (nodes - away) * pace
+    return found * workers / (workers + spare * per_node)
 
 
-def test_no_spares_are_proposed_where_a_quarter_of_the_machines_would_not_do():
-    assert enough_spares(40, 64, 1) == 0
-    assert enough_spares(1e6, 16384, 8) == 0
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([1, 4]), st.floats(0.001, 0.6), st.sampled_from(["slices", "even"]))
+def test_spares_are_as_many_as_give_the_most_work_per_worker_hour(nodes, per_node, down, split):
+    workers = nodes * per_node
+
+    spares = worthwhile_spares(workers, per_node, down, split)
+
+    assert spares % per_node == 0
+    most = max(work_by_hand(workers, per_node, spare, down, split) for spare in range(2 * nodes + 30))
+    assert work_by_hand(workers, per_node, spares // per_node, down, split) == pytest.approx(most, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("workers", "mtbf_h", "spares"),
+    [
+        (128, 45, 24),  # 19 % more workers halve what is lost
+        (32, 45, 0),  # one node of four costs more than it gives
+        (512, 720, 16),
+        (16_384, 264 * 24, 56),
+    ],
+)
+def test_a_plan_has_spares_where_a_worker_hour_gives_more_work_with_them(workers, mtbf_h, spares):
+    question, known = ask({"workers": workers, "mtbf_node_s": 3600.0 * mtbf_h})
+
+    assert question.spares == spares
+    [why] = [one.why for one in known if one.name == "spares"]
+    assert ("none" in why) == (spares == 0)
+
+
+def test_the_more_often_nodes_fail_and_the_more_there_are_the_more_spares_are_worth_it():
+    for workers in (128, 1024, 16_384):
+        by_rate = [worthwhile_spares(workers, 8, down, "slices") for down in (0.0005, 0.002, 0.01, 0.03, 0.1)]
+        assert by_rate == sorted(by_rate)
+    by_size = [worthwhile_spares(workers, 8, 0.01, "slices") for workers in (64, 256, 1024, 4096, 16_384, 262_144)]
+    assert by_size == sorted(by_size)
+    assert worthwhile_spares(16_384, 8, 0.0, "slices") == 0
+
+
+def test_only_a_split_model_has_a_price_of_outdated_copies_and_it_says_where_it_is_from():
+    common = {"workers": 256, "mtbf_node_s": 30 * 86_400.0}
+
+    split, known = ask(common | {"model": "split"})
+    other, _ = ask(common | {"model": "split", "mirror_every": 64})
+    stated, _ = ask(common | {"model": "split", "stale_iterations": 1.5})
+
+    assert (split.mirror_every, split.stale_iterations) == (16, 4)
+    assert (other.stale_iterations, stated.stale_iterations) == (16, 1.5)
+    [price] = [one for one in known if one.name == "stale_iterations"]
+    assert (price.source, "holdfast study scar" in price.why) == ("derived", True)
+    assert "mirror_every" not in [one.name for one in ask(common | {"model": "mirrored"})[1]]
+    with pytest.raises(ConfigError, match="--mirror-every is about the copies of a model that is split"):
+        ask(common | {"model": "mirrored", "mirror_every": 64})
+    with pytest.raises(ConfigError, match="--mirror-every 1 keeps exact copies"):
+        ask(common | {"model": "split", "mirror_every": 1})
 
 
 def test_the_rate_of_the_job_follows_from_that_of_a_machine_or_a_worker():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import importlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from holdfast_lab.studies.base import (
 from holdfast_lab.studies.checkpoint_cost.claims import hold_claims
 from holdfast_lab.studies.checkpoint_cost.page import sections
 from holdfast_lab.studies.checkpoint_cost.study import EVERY, CheckpointCost
+from holdfast_lab.studies.checkpoint_cost.workers.measure import TrainedFramework
 from holdfast_lab.studies.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
 from holdfast_lab.studies.pace import Pace
 from holdfast_lab.studies.pool import WorkerPool
@@ -49,9 +52,9 @@ class Counting:
     name, title, paper, intervals = "counting", "Counting", "nobody", "Intervals are counted."
     task_s, quick_task_s = 100.0, 10.0
 
-    def __init__(self, stop_in: str = "") -> None:
+    def __init__(self, stop_in: str = "", breaks: str = "", derived: str = "") -> None:
         self.done: list[str] = []
-        self.stop_in = stop_in
+        self.stop_in, self.breaks, self.derived = stop_in, breaks, derived
 
     def settings(self, options: Options) -> dict[str, Any]:
         return {"seed": options.seed}
@@ -62,9 +65,12 @@ class Counting:
                 if key == self.stop_in:
                     raise KeyboardInterrupt
                 self.done.append(key)
-                return [{"task": key, "before": len(known)}]
+                row = {"task": key, "before": len(known)}
+                if key == self.breaks:
+                    Path(__file__, "nowhere").read_text()  # raises NotADirectoryError
+                return [row]
 
-            return Task(key, run)
+            return Task(key, run, derived=key == self.derived)
 
         return [task(key) for key in ("one", "two", "three")]
 
@@ -72,7 +78,11 @@ class Counting:
         return []
 
     def claims(self, rows: Any, seed: int) -> list[Claim]:
-        return [Claim(claim="there are three rows", source="us", paper=3, ours=len(rows), holds=len(rows) == 3)]
+        alone = [row for row in rows if row["task"] == "two"]
+        of_two = Claim(claim="two is there", source="us", ours=len(alone) or None, found="not checked", parts=("two",))
+        of_four = Claim(claim="four is there", source="us", found="not checked", parts=("four",))
+        whole = Claim(claim="there are three rows", source="us", paper=3, ours=len(rows), holds=len(rows) == 3)
+        return [whole, of_two, of_four]
 
     def page(self, rows: Any) -> list[dict[str, Any]]:
         return []
@@ -91,6 +101,72 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path):
     assert partial["left_out"] == ["Not measured yet, because the study was interrupted: two, three."]
     assert again.done == ["two", "three"]
     assert results["rows"] == [{"task": key, "before": place} for place, key in enumerate(("one", "two", "three"))]
+
+
+def journal_of(out: Path) -> dict[str, dict[str, Any]]:
+    return {entry["task"]: entry for entry in map(json.loads, (out / JOURNAL).read_text().splitlines()[1:])}
+
+
+def test_a_task_that_raises_is_noted_as_failed_the_others_are_done_and_it_is_measured_again(tmp_path):
+    told: list[str] = []
+    broken, again = Counting(breaks="two"), Counting()
+
+    first = carry_out(broken, Options(out=tmp_path), told.append)
+    noted = journal_of(tmp_path)
+    second = carry_out(again, Options(out=tmp_path), told.append)
+
+    [failure] = first["failed"]
+    assert (failure["task"], failure["why"].split(":")[0]) == ("two", "NotADirectoryError")
+    assert broken.done == ["one", "two", "three"]
+    assert noted["two"]["failed"] == failure["why"]
+    assert "test_study.py" in noted["two"]["traceback"]
+    assert noted["one"]["failed"] == noted["three"]["failed"] == ""
+    assert f"two: failed: {failure['why']}" in told
+    assert "measured again, because it failed: two" in told
+    assert again.done == ["two"]
+    assert (second["failed"], len(second["rows"])) == ([], 3)
+    assert journal_of(tmp_path)["two"]["failed"] == ""
+
+
+def test_a_claim_without_a_number_says_which_of_its_parts_failed_and_the_others_are_not_checked(tmp_path):
+    results = carry_out(Counting(breaks="two"), Options(out=tmp_path))
+
+    page, lines = write_page(tmp_path).read_text(), claim_lines(results)
+
+    why = results["failed"][0]["why"]
+    _, of_two, of_four = results["claims"]
+    assert (of_two["failed"], of_two["found"]) == (True, f"failed: two: {why}")
+    assert (of_four["failed"], of_four["found"]) == (False, "not checked")
+    assert any(line.startswith("failed ") and "two is there" in line for line in lines)
+    assert "Parts that failed" in page
+    assert f"failed: {why}" in page.replace("&#39;", "'")
+
+
+def test_what_is_computed_from_a_failed_task_is_computed_again_and_no_other_is_measured_twice(tmp_path):
+    carry_out(Counting(breaks="one", derived="three"), Options(out=tmp_path))
+    again = Counting(derived="three")
+
+    results = carry_out(again, Options(out=tmp_path))
+
+    assert again.done == ["one", "three"]
+    assert results["failed"] == []
+
+
+def test_a_crash_that_an_earlier_version_noted_as_finished_is_measured_again(tmp_path):
+    carry_out(Counting(), Options(out=tmp_path))
+    journal = tmp_path / JOURNAL
+    head, *entries = map(json.loads, journal.read_text().splitlines())
+    for entry in entries:
+        del entry["failed"]
+    entries[0]["rows"] = [{"status": NOT_RUN, "why": "AttributeError: module 'with_torch' has no attribute 'Training'"}]
+    entries[1]["rows"] = [{"status": NOT_RUN, "why": ".venv-study-orbax does not exist"}]
+    journal.write_text("".join(json.dumps(entry) + "\n" for entry in (head, *entries)))
+    again = Counting()
+
+    with pytest.raises(KeyError):  # rows of no use to its claims
+        carry_out(again, Options(out=tmp_path))
+
+    assert again.done == ["one"]
 
 
 def test_a_task_whose_line_was_cut_off_is_done_again(tmp_path):
@@ -578,6 +654,30 @@ def test_what_was_recorded_with_chainer_is_said_and_not_measured_again(tmp_path)
     compressing = claim([], "Compressing a network's weights")
     assert compressing.ours is None
     assert "recorded with Chainer" in compressing.found
+
+
+def names_used(of: str) -> set[str]:
+    """Return the attributes of a variable that ``measure.py`` uses."""
+    nodes = ast.walk(ast.parse((WORKERS / "measure.py").read_text()))
+    return {
+        n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == of
+    }
+
+
+@pytest.mark.parametrize("name", ["torch", "tensorflow", "holdfast", "orbax"])
+def test_each_framework_defines_what_is_called(name: str):
+    """The scripts run in other environments, where no test looks; they import their framework only when they are called."""
+    script = importlib.import_module(f"holdfast_lab.studies.checkpoint_cost.workers.with_{name}")
+    trains = isinstance(script, TrainedFramework)
+
+    own = {"pieces", "saved_by_default", "training", "share", "load_together"}
+    assert names_used("framework") - own == {"versions", "make", "parameters", "values", "ways"}
+    assert names_used("framework") & own == own
+    assert [used for used in names_used("framework") - own if not callable(getattr(script, used, None))] == []
+    assert trains == (name in ("torch", "tensorflow"))
+    if trains:
+        made = typing.get_type_hints(script.training)["return"]
+        assert [used for used in names_used("job") if not callable(getattr(made, used, None))] == []
 
 
 OF_PEERS = [path for path in WORKERS.glob("*.py") if path.name in ("measure.py", "__init__.py") or "with_" in path.name]

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast_lab.pages.study import render_study, shown_section
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options
+from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Claim, Options
 from holdfast_lab.studies.parallelism.claims import hold_claims
 from holdfast_lab.studies.parallelism.elastic import ElasticCase, cases, elastic_row
 from holdfast_lab.studies.parallelism.jobs import SCRIPTS, ParallelismOutcome, ParallelismRun, TrainingScale, carry_out
@@ -136,7 +136,7 @@ def test_what_cannot_be_compared_is_no_difference():
     failed = row_of(CALM, outcome(failed="ended with 1: a bug"), None)
     row = row_of(JOB, outcome(lost=True), failed)
 
-    assert (failed["status"], failed["why"]) == (NOT_RUN, "ended with 1: a bug")
+    assert (failed["status"], failed["why"]) == (FAILED, "ended with 1: a bug")
     assert row["differs"] == "not compared"
     assert claim([row], "When the survivors redo the iteration").holds is None
 

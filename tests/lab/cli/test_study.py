@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 
-def study(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def study(*words: str, timeout_s: float = 60, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "holdfast", "study", *words],
         capture_output=True,
         text=True,
+        cwd=cwd,
         timeout=timeout_s,
         check=False,
     )
@@ -55,6 +56,33 @@ def test_a_file_is_no_place_for_results(tmp_path):
 
     assert (done.returncode, taken.read_text()) == (2, "mine")
     assert done.stderr == f"error: --out must be a directory or a new path, got {str(taken)!r}, which is a file\n"
+
+
+def test_a_framework_that_raises_ends_the_study_with_1_and_is_measured_again(tmp_path: Path):
+    """A real failure: an environment whose Python has no Orbax."""
+    python = tmp_path / ".venv-study-orbax" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    python.chmod(0o755)
+    words = ("checkpoint-cost", "--quick", "--only", "orbax", "--network", "tiny", "--out", str(tmp_path / "out"))
+
+    first, second = (study(*words, cwd=tmp_path) for _ in range(2))
+    entries = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()[1:]]
+    python.unlink()
+    third = study(*words, cwd=tmp_path)
+
+    task = "cost: orbax, tiny, optimizer none or momentum"
+    assert (first.returncode, second.returncode) == (1, 1)
+    for done in (first, second):
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+        assert line.startswith(f"failed: {task}: ModuleNotFoundError: No module named ")
+        assert line.endswith("; the same command measures it again")
+        assert "failed         Every format loads exactly what was saved. failed: cost: orbax" in done.stdout
+    assert f"measured again, because it failed: {task}" in second.stderr
+    assert "already finished" not in second.stderr
+    assert [entry["failed"][:19] for entry in entries] == ["ModuleNotFoundError"] * 2
+    assert third.returncode == 0, third.stderr  # not installed: that is no failure
+    assert "not checked    Every format loads exactly what was saved" in third.stdout
 
 
 @pytest.mark.chaos

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, Row
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.parallelism.jobs import (
     FORWARD,
     REINIT,
@@ -134,7 +134,8 @@ def elastic_row(case: ElasticCase, job: ParallelismRun, outcome: ParallelismOutc
     about: Row = {"part": "elastic", "scenario": case.scenario, "comes": case.comes, "fabric": case.fabric}
     row = {**row_of(job, outcome, calm), **about, "workers": case.workers}
     if row["status"] != MEASURED:
-        return row
+        # Not to end is a finding, except of the run in which nothing happens.
+        return row if case.scenario == CALM else {**row, "status": NOT_RUN}
     return {**row, **_divided(outcome), **_joined(outcome)}
 
 
