@@ -303,12 +303,14 @@ class TrainingLoop:
                 self._status.flags |= Note.LEAVE
             if not (self._status.flags or self._status.outcome == "gave-up"):
                 return batch
-            if (
-                self._status.flags == Note.LEAVE and self._status.outcome == "done"
-            ):  # if the script asked to stop as well, the outcome is "done"
+            # if the script asked to stop as well, the outcome is "done"
+            if self._status.flags == Note.LEAVE and self._status.outcome == "done":
                 self._status.outcome = "stopped"
-            if self._status.outcome == "stopped":
-                self._restorer.save()
+        is_last = (
+            not self._trainable.is_replicated and self._job.checkpoints.is_named
+        )  # its parts cannot be saved later
+        if self._status.outcome == "stopped" or is_last:
+            self._restorer.save()
         self._log.mark("gate")
         return None
 

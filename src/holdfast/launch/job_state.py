@@ -399,7 +399,8 @@ class JobState:
             passed = list(start.finished.values())
         gave_up = [word for word in start.finished.values() if word.outcome != "done"]
         if passed or gave_up:
-            return JobCompleted(min(gave_up or passed, key=lambda word: word.rank))
+            # workers that stopped on request, between two loops, may leave too few in the next loop
+            return JobCompleted(min(gave_up or passed, key=lambda word: (word.outcome != "stopped", word.rank)))
         if not start.begun and not start.ended and crash:
             return JobLost(crash)
         if not start.begun and not start.ended:
