@@ -336,7 +336,10 @@ class TrainingLoop:
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if has_left(said.step):
-            self._end_with_leavers(said.step)
+            if not has_all_left(said.step):
+                self._status.flags |= Note.STOP
+                if self._job.is_lead:
+                    self._log.warn(leaver_line(said.step))
             return LoopLeft()
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
@@ -350,13 +353,6 @@ class TrainingLoop:
         self._status.flags |= said.notes
         self._status.save_due = bool(said.save)
         return StepVoted()
-
-    def _end_with_leavers(self, said: MinMax) -> None:
-        """End the loop after the last committed step, because workers have left it; who has not stops as by ``stop``."""
-        if not has_all_left(said):
-            self._status.flags |= Note.STOP
-            if self._job.is_lead:
-                self._log.warn(leaver_line(said))
 
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""
