@@ -117,7 +117,7 @@ def test_a_worker_that_dies_with_its_part_of_a_checkpoint_leaves_the_others_to_g
     assert_landed(report, 1)
     assert report["restarts"] == 0
     parts = {step: len(written(tmp_path / "c", step)) for step in steps(tmp_path / "c")}
-    assert {step: count for step, count in parts.items() if step != 8} == {4: 3, 12: 2, 16: 2}
+    assert {step: count for step, count in parts.items() if step != 8} == {4: 3, 12: 2, 16: 2, 18: 1}
     if strategy != "forward":  # which has no moment at which the state could be saved again
         assert parts[8] == 2
         assert report["replicas"]["state_sha256"] == undisturbed()
@@ -155,9 +155,9 @@ def test_a_disk_that_takes_no_checkpoint_costs_warnings_and_not_the_run(tmp_path
     said = report["_stdout"] + report["_stderr"]
     for step in (8, 12, 16):
         assert said.count(f"the checkpoint of step {step} is not complete: ") == 1
-    assert report["checkpoints"] == 1
+    assert report["checkpoints"] == (2 if how == "limit" else 1)
     if how == "limit":
-        assert steps(tmp_path / "c") == [4]
+        assert steps(tmp_path / "c") == [4, 18], "at the end another worker saves what this one cannot"
         assert "File too large" in said
 
 

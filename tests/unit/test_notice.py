@@ -81,6 +81,35 @@ def run(code):
     return subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode
 
 
+def test_between_two_loops_a_notice_is_answered_before_the_handler_of_the_script():
+    told = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append("script"))
+
+    for loop in ("first", "second"):
+        with notice.answered(lambda loop=loop: told.append(loop), lambda has_own: told.append(has_own)):
+            send()
+        assert told == [loop]
+        told.clear()
+    send()
+
+    assert told == [True, "script"]
+    with notice.answered(lambda: told.append("third")):
+        assert told == [True, "script", "third"], "the next loop has to know"
+    send()
+    assert told[3:] == ["script"]
+
+
+def test_between_two_loops_without_such_a_handler_nothing_else_is_called():
+    told = []
+    notice.remember(lambda: False)
+    with notice.answered(lambda: None, told.append):
+        pass
+
+    send()
+
+    assert told == [False]
+
+
 SEND = "os.kill(os.getpid(), signal.SIGTERM)"
 FORK = """
 pid = os.fork()

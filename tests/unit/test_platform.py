@@ -139,7 +139,9 @@ def newcomer(**settings):
     """A world whose members are of another kind than this worker; and what it wrote down."""
     written = []
     world = SimpleNamespace(
-        comm=SimpleNamespace(local_ranks=(4,), wanted_platform=lambda: '{"capability": "AVX512", "threads": "1"}'),
+        comm=SimpleNamespace(
+            local_ranks=(4,), wanted_platform=lambda: '{"platform": {"capability": "AVX512", "threads": "1"}}'
+        ),
         platform=PlatformState({"capability": "AVX2", "threads": "1"}),
         settings=Settings(**settings),
         live=LiveSettings.of(Settings(**settings)),

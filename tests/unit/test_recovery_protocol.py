@@ -34,6 +34,7 @@ from holdfast.recovery.messages import (
     Leave,
     LeftGroup,
     LoadCheckpoint,
+    LoopLeft,
     MembersChange,
     MoveParts,
     Note,
@@ -148,6 +149,25 @@ def test_nobody_leaves_but_through_two_agreements():
     )
 
     assert protocol.state is ProtocolState.LEFT
+
+
+def test_a_loop_that_was_left_ends_at_the_gate_and_its_last_step_is_kept_until_all_have_left():
+    left: Table = [
+        (BucketReduced(), [Publish(0), ReduceBucket(1, 1)]),
+        (BucketReduced(), [VoteStep(1)]),
+        (LoopLeft(), [AGREE_1]),
+    ]
+    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0, left)
+    play(copy.copy(protocol), [(YES, [Publish(0), AGREE_1]), (YES, [Leave()])])
+
+    # a peer has missed the vote: all are still in step 1, which is computed, and voted on again
+    play(
+        protocol,
+        recovery(Progress(5, computed=True), told=True),
+        news(5, 5),
+        [(YES, [DiscardStep(1)]), (Done(), [ComputeStep(1)]), (Computed(), [ReduceBucket(1, 0)])],
+        left,
+    )
 
 
 # -- recovery

@@ -303,12 +303,14 @@ class TrainingLoop:
                 self._status.flags |= Note.LEAVE
             if not (self._status.flags or self._status.outcome == "gave-up"):
                 return batch
-            if (
-                self._status.flags == Note.LEAVE and self._status.outcome == "done"
-            ):  # if the script asked to stop as well, the outcome is "done"
+            # if the script asked to stop as well, the outcome is "done"
+            if self._status.flags == Note.LEAVE and self._status.outcome == "done":
                 self._status.outcome = "stopped"
-            if self._status.outcome == "stopped":
-                self._restorer.save()
+        is_last = (
+            not self._trainable.is_replicated and self._job.checkpoints.is_named
+        )  # its parts cannot be saved later
+        if self._status.outcome == "stopped" or is_last:
+            self._restorer.save()
         self._log.mark("gate")
         return None
 
@@ -334,7 +336,10 @@ class TrainingLoop:
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if has_left(said.step):
-            self._end_with_leavers(said.step)
+            if not has_all_left(said.step):
+                self._status.flags |= Note.STOP
+                if self._job.is_lead:
+                    self._log.warn(leaver_line(said.step))
             return LoopLeft()
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
@@ -348,13 +353,6 @@ class TrainingLoop:
         self._status.flags |= said.notes
         self._status.save_due = bool(said.save)
         return StepVoted()
-
-    def _end_with_leavers(self, said: MinMax) -> None:
-        """End the loop after the last committed step, because workers have left it; who has not stops as by ``stop``."""
-        if not has_all_left(said):
-            self._status.flags |= Note.STOP
-            if self._job.is_lead:
-                self._log.warn(leaver_line(said))
 
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""

@@ -411,7 +411,8 @@ class JobState:
         if passed and not gave_up and (missing := self._missing({word.rank for word in passed})):
             return JobBroken(missing)
         if passed or gave_up:
-            return JobCompleted(min(gave_up or passed, key=lambda word: word.rank))
+            # workers that stopped on request, between two loops, may leave too few in the next loop
+            return JobCompleted(min(gave_up or passed, key=lambda word: (word.outcome != "stopped", word.rank)))
         if not start.begun and not start.ended and crash:
             return JobLost(crash)
         if not start.begun and not start.ended:

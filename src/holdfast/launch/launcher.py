@@ -240,6 +240,7 @@ class Launcher:
             attempt.wait(_LINGER_S)
         attempt.end()
         self._bus.read(attempt, last=True)
+        verdict = self._stopping.before_training(verdict)
         return verdict if self._hosts is None else self._check_hosts(self._hosts, attempt, verdict)
 
     def _start(self, start: JobStart) -> JobAttempt:

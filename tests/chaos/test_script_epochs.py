@@ -1,0 +1,147 @@
+"""What scripts do between training loops: epochs that are over, SIGTERM, the end of training, and loops that are left."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import train_epochs
+from jobs import exit_codes, run_report
+
+from holdfast.checkpoint import steps, verify
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
+
+SCRIPT = Path(train_epochs.__file__)
+
+
+@functools.cache
+def undisturbed(loops=1):
+    """Return the weights and the evaluated epochs of a run in one process."""
+    script = train_epochs.Script(train_epochs.options(["--loops", str(loops)]), fabric="virtual", workers=1, slices=3)
+    return script.run(), script.best.seen
+
+
+def run(tmp_path, *options, deeds=(), script=(), name="c", **expected):
+    words = [word for deed in deeds for word in ("--deed", deed)]
+    given = ("-n", 3, "--checkpoint-dir", tmp_path / name, *options)
+    return run_report(
+        tmp_path,
+        *(("--fabric", "gloo") if "--fabric" not in options else ()),
+        *given,
+        SCRIPT,
+        *words,
+        *script,
+        **expected,
+    )
+
+
+def weights(report):
+    """The weights that each rank ended with."""
+    return set(re.findall(r"weights (\w+)", report["_stdout"]))
+
+
+def check(report, loops=1):
+    end, evaluated = undisturbed(loops)
+    assert weights(report) == {end}
+    assert f"evaluated {evaluated}" in report["_stdout"]  # each epoch once, over both runs
+
+
+@pytest.mark.parametrize(("loops", "last", "begins"), [(1, 5, 1), (2, 13, 1), (2, 8, 1)])
+def test_a_resumed_script_begins_at_the_epoch_of_the_checkpoint(tmp_path, loops, last, begins):
+    script = ("--loops", loops)
+    run(tmp_path, "--stop-after", last, script=script, exit_code=4)
+
+    report = run(tmp_path, "--resume", script=script)
+
+    check(report, loops)
+    assert re.findall(r"epoch (\d) steps", report["_stdout"]) == [str(epoch) for epoch in range(begins, 4)]
+    assert "yields nothing" not in report["_stderr"] or loops > 1
+
+
+def test_a_job_that_starts_again_by_itself_does_so_too(tmp_path):
+    report = run(tmp_path, "--checkpoint-every", 6, deeds=["end:8:0"])
+
+    assert [event["restart"] for event in report["_events"] if event["event"] == "JobRestarted"] == [1]
+    check(report)
+    assert re.findall(r"epoch (\d) steps", report["_stdout"]) == ["0", "1", "1", "2", "3"]
+
+
+def test_a_script_that_ends_in_an_epoch_that_is_over_is_not_done(tmp_path):
+    early = ("--range", "--patience", 1)
+    run(tmp_path, "--stop-after", 13, script=early, exit_code=4)
+
+    report = run(tmp_path, "--resume", script=early, exit_code=93)
+
+    assert "this loop was done before the checkpoint (step 14): it yields nothing" in report["_stdout"]
+    assert "before training loop 3, to which the checkpoint of step 14 belongs" in report["_stderr"]
+    assert "for epoch in loader.epochs(N)" in report["_stderr"]
+    assert steps(tmp_path / "c") == [14]
+    check(run(tmp_path, "--resume", script=("--patience", 1)))  # as the line says
+
+
+BETWEEN = {
+    "all evaluate": ("gloo", ["term:4:0", "wait:4:1", "wait:4:2"], ()),
+    "and have a handler of their own": ("gloo", ["term:4:0", "wait:4:1", "wait:4:2"], ("--own-handler",)),
+    "the lead evaluates, and others are in the next loop": ("gloo", ["term-late:4:0"], ("--own-handler",)),
+    "the last one does": ("gloo", ["term-late:4:2"], ()),
+    "the lead does, over Open MPI": ("ulfm", ["term-late:4:0"], ()),
+    "a second rank has died": ("gloo", ["die:4:0", "term:4:1", "wait:4:2"], ()),
+    "in a loop that was left": ("gloo", ["break:4:all", "term:4:0", "wait:4:1", "wait:4:2"], ()),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_a_notice_between_two_loops_saves_the_end_of_the_last_one(tmp_path, case):
+    fabric, deeds, script = BETWEEN[case]
+
+    stopped = run(tmp_path, "--fabric", fabric, deeds=deeds, script=script, exit_code=4)
+
+    newest = steps(tmp_path / "c")[-1]
+    assert 4 <= newest <= 5  # workers that are in the next loop may finish a step of it
+    verify(tmp_path / "c", newest)
+    assert f"stopped on request before step {newest}" in stopped["_stderr"]
+    check(run(tmp_path, "--resume"))
+
+
+@pytest.mark.parametrize("script", [(), ("--own-handler",)])
+def test_a_notice_before_the_first_step_loses_nothing(tmp_path, script):
+    report = run(tmp_path, deeds=["term:0:0", "wait:0:1", "wait:0:2"], script=script, exit_code=4)
+
+    assert "stopped before training; nothing was lost" in report["_stderr"]
+    assert "died" not in report["_stderr"]
+
+
+@pytest.mark.parametrize(("how", "code"), [((), 0), (("die:16:0",), -9)])
+def test_the_end_of_training_is_saved_whoever_dies_after_it(tmp_path, how, code):
+    report = run(tmp_path, "--checkpoint-every", 6, deeds=how, script=("--range",))
+
+    assert exit_codes(report) == {0: code, 1: 0, 2: 0}
+    assert steps(tmp_path / "c") == [6, 12, 16]
+    verify(tmp_path / "c", 16)
+    again = run(tmp_path, "--resume")
+    assert weights(again) == {undisturbed()[0]}
+
+
+LEFT = {"break": ["break:6:1"], "exit": ["exit:6:1"], "swallow": ["swallow:6:1"], "die": ["break:6:1", "die-in:6:2"]}
+
+
+@pytest.mark.parametrize("how", LEFT)
+def test_a_loop_that_one_worker_leaves_ends_for_all_after_the_same_step(tmp_path, how):
+    report = run(tmp_path, deeds=LEFT[how], script=("--epochs", 2))
+
+    assert "rank 1 left the loop after step 5, while other ranks were in step 6" in report["_stdout"]
+    ends = dict(re.findall(r"rank (\d) steps (\d+)", report["_stdout"]))
+    assert set(ends.values()) == {"6"}
+    assert len(weights(report)) == 1
+    assert report["samples"]["repeated"] == 0
+    assert steps(tmp_path / "c") == [6]
+    assert not [event for event in report["_events"] if event["event"] == "JobRestarted"]
+
+
+def test_a_loop_that_all_leave_is_over_for_that_epoch_alone(tmp_path):
+    report = run(tmp_path, deeds=["break:6:all"])
+
+    assert "left the loop" not in report["_stdout"]
+    assert set(re.findall(r"steps (\d+) weights", report["_stdout"])) == {"14"}
+    assert [event for event in report["_events"] if event["event"] == "Recovered"] == []
