@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,15 @@ def own_gradients(weights):  # cleanrl
     return flat / world_size
 
 
+def statistics(whole, mine):
+    dist.all_gather_into_tensor(whole, mine)
+    dist.all_reduce(mine)
+
+
+as_sync_batch_norm = FunctionType(statistics.__code__, {"__name__": "torch.nn.modules._functions", "dist": dist})
+"""Calls as SyncBatchNorm does, which itself needs a GPU."""
+
+
 def figure(rank):
     return rank * rank + 0.25
 
@@ -160,6 +170,14 @@ def evaluate(victims):
     lowest = alive()[0]
     places = [rank if rank in alive() else lowest for rank in range(world_size)]
     note("objects", [each["rank"] for each in results], places)
+
+    counts, total = torch.full((world_size,), -1.0), torch.tensor([8.0])
+    as_sync_batch_norm(counts, total)
+    note(
+        "SyncBatchNorm",
+        [*counts.tolist(), total.item()],
+        [8.0 * (rank in alive()) for rank in range(world_size)] + [8.0 * len(alive())],
+    )
 
     at_root = torch.tensor([figure(me), 1.0])
     root = alive()[-1]

@@ -112,8 +112,9 @@ class MoveCollectives(GroupBase):
             is_filled = len(outs) > len(given)
             filled = sources if is_filled else {}
             ranks = members.ranks if is_filled else tuple(given)
-            nobody = torch.zeros_like(plain(part))  # to SyncBatchNorm, a rank that had no samples
-            rows = [given.get(filled.get(rank, rank), nobody) for rank in ranks]
+            if is_filled and not filled:  # to SyncBatchNorm, zeros are of a rank that had no samples
+                given.update((rank, torch.zeros_like(plain(part))) for rank in members.ranks if rank not in given)
+            rows = [given[filled.get(rank, rank)] for rank in ranks]
             for out, row in zip(outs, rows, strict=True):
                 overwrite(out, row)
             if is_sizes:
