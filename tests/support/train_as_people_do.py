@@ -62,7 +62,12 @@ def main():
     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    own = {}
+    own = {epoch: {} for epoch in range(EPOCHS)}
+
+    def note(epoch, **values):
+        own[epoch] |= values
+        (folder / f"own-{rank}.json").write_text(json.dumps(own))
+
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         model.train()
@@ -75,16 +80,16 @@ def main():
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        own[epoch] = {"loss": sum(losses) / len(losses)}
+        own_loss = sum(losses) / len(losses)
         come_to("metric", epoch)
-        train_loss = mean_over_ranks(own[epoch]["loss"])
+        note(epoch, loss=own_loss)
+        train_loss = mean_over_ranks(own_loss)
         model.eval()
         with torch.no_grad():
             correct = (model.module(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
-        own[epoch]["accuracy"] = correct
         come_to("evaluate", epoch)
+        note(epoch, accuracy=correct)
         accuracy = mean_over_ranks(correct)
-        (folder / f"own-{rank}.json").write_text(json.dumps(own))
         if writes():
             torch.save({"epoch": epoch, "model": model.module.state_dict()}, folder / "model.tmp")
             come_to("save", epoch)

@@ -383,6 +383,34 @@ def test_a_kill_after_the_gate_of_the_others_is_a_failure_that_cost_nothing():
     assert report["steps_redone"] == 0
 
 
+def test_a_worker_that_dies_after_training_has_not_finished():
+    ends = [ended(2.3, 1), *(ended(2.5, rank, exit_code=0) for rank in (0, 2, 3))]
+
+    report = report_of([*undisturbed(), *ends])
+
+    assert report["workers"]["ranks_finished"] == [0, 2, 3]
+    assert [(f["rank"], f["kind"], f["step"], f["t_s"]) for f in report["failures"]] == [(1, "kill", None, 2.3)]
+    said = headline(report)
+    assert said.startswith("Worker 1 of 4 was lost after training. The three survivors ended with the same bits.")
+    assert "3 of 4 workers finished" in "\n".join(summary_lines(report, None))
+
+
+def test_workers_that_the_launcher_ends_after_training_are_not_lost_one_by_one():
+    report = report_of([*undisturbed(), *(ended(2.5, rank) for rank in range(4))])
+
+    assert report["workers"]["finished"] == 0
+    assert report["outcome"] == "failed"
+    assert report["failures"] == []
+
+
+@pytest.mark.parametrize("later", [[], [committed(2.6, 10)]])
+def test_a_worker_that_has_begun_another_loop_has_not_finished(later):
+    """However it ends: the end of these workers is not recorded."""
+    report = report_of([*undisturbed(), *started(2.5, range(4), step=10), *later])
+
+    assert (report["workers"]["finished"], report["outcome"]) == (0, "failed")
+
+
 def test_an_empty_run_is_a_report_too():
     report = report_of([], workers=2)
 
