@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,17 @@ def fields_of(one: type) -> Iterator[DeclaredOption]:
 def variable(name: str) -> str:
     """Return the environment variable of a setting."""
     return f"HOLDFAST_{name.upper()}"
+
+
+def is_set(settings: Any, name: str) -> bool:
+    """Return whether a setting was given, in the environment or with another value than its default.
+
+    Args:
+        settings: A dataclass of settings.
+        name: The field.
+    """
+    default = type(settings).__dataclass_fields__[name].default
+    return variable(name) in os.environ or getattr(settings, name) != default
 
 
 def parse(variable: str, text: str, default: Any) -> Any:

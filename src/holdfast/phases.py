@@ -119,22 +119,22 @@ class Phase(Enum):
         name="group building of `init_process_group`",
         owner="each rank that no launcher watches",
         fixed_s=120.0,
-        clock="not all ranks are connected",
+        clock="not all ranks are connected; `HOLDFAST_START_TIMEOUT_S` sets another limit",
         at_end="`init_process_group` raises an error; if `MPI_Init` waits, the process prints its stacks and exits",
     )
     MPI_GROUP = PhaseRule(
         name="`MPI_Init` of a session under a bare `mpirun`",
         owner="each process",
         fixed_s=300.0,
-        clock="not all processes are connected: Open MPI would wait forever for one that has died",
+        clock="not all processes are connected: Open MPI would wait forever for one that has died; `HOLDFAST_START_TIMEOUT_S` sets another limit",
         at_end="the process prints its stacks and exits",
     )
     JOINING = PhaseRule(
         name="rendezvous of processes that torchrun, srun or another launcher but mpirun started",
         owner="each process",
         fixed_s=300.0,
-        clock="not all processes are there",
-        at_end="`Session` raises an error that names the missing ranks",
+        clock="not all processes are there; `HOLDFAST_START_TIMEOUT_S` sets another limit",
+        at_end="one line names the missing ranks, and the process exits with 1; or, with `HOLDFAST_MIN_WORKERS`, and where the launcher leaves the others alone, the job begins without them",
     )
     LOADING = PhaseRule(
         name="loading: the state, the first samples",

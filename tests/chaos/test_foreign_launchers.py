@@ -164,6 +164,40 @@ def test_tasks_of_srun_continue_when_one_dies_also_the_one_that_led_the_store(tm
     assert sha256_in(said) == [bits(count)]
 
 
+DIES_AT_START = """
+import os, signal
+if os.environ["SLURM_PROCID"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+import runpy
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("least", ["", "2"], ids=["ends", "begins without it"])
+def test_a_task_of_srun_that_dies_at_its_start_is_named_and_the_others_end_or_begin_without_it(tmp_path, bits, least):
+    (tmp_path / "train.py").write_text(DIES_AT_START.format(script=str(EXAMPLE)))
+    limits = {"HOLDFAST_START_TIMEOUT_S": "12"} | ({"HOLDFAST_MIN_WORKERS": least} if least else {})
+    tasks = start_tasks(4 if least else 2, tmp_path, "train.py", **limits)
+    try:
+        ended = [finish(task) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+
+    said = "".join(err for _, _, err in ended)
+    assert ended[1][0] == -9
+    assert {code for rank, (code, _, _) in enumerate(ended) if rank != 1} == {0 if least else 1}, said
+    assert re.search(r"^holdfast: for 10 s rank 0 waits for rank 1 of \d processes of srun; after 12 s ", said, re.M)
+    assert "Traceback" not in said
+    if least:
+        assert (
+            "holdfast: rank 1 did not join in time; training begins with ranks 0, 2, 3 (HOLDFAST_MIN_WORKERS=2)" in said
+        )
+        assert sha256_in(said) == [bits(4)]
+    else:
+        assert "holdfast: rank 0 ends: rank 1 of 2 processes of srun did not join within 12 s" in said
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
 def test_of_two_tasks_the_one_that_hosts_the_store_continues_and_the_other_ends(tmp_path, victim):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.comm import joining
+from holdfast.comm import joining, start_wait
 from holdfast.comm.joining import JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
+from holdfast.comm.start_wait import StartLimit
 from holdfast.comm.surviving import SurvivingGroup
 from holdfast.errors import ConfigError, StoreLost
 
@@ -26,46 +28,116 @@ def group():
     return LaunchedGroup(launcher="srun", rank=0, size=3, is_local=True, host="127.0.0.1", port=port)
 
 
-def test_a_process_that_does_not_arrive_is_named(monkeypatch, group):
-    monkeypatch.setattr(joining, "START_S", 1.0)
-
-    with pytest.raises(StoreLost, match=r"ranks \[1, 2\] did not join within 1 s"):
-        JoinedGroup(group)
+@pytest.fixture(autouse=True)
+def excepthook(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
-def test_where_rank_0_does_not_arrive_the_meeting_place_is_named(monkeypatch, group):
-    monkeypatch.setattr(joining, "START_S", 1.0)
+def within(limit_s, kind=JoinedGroup, **how):
+    """The kind of group, whose processes wait so long for each other."""
+    return lambda its: kind(its, StartLimit(limit_s, **how))
+
+
+@pytest.mark.parametrize("kind", [JoinedGroup, SurvivingGroup])
+def test_a_process_that_does_not_arrive_is_named(monkeypatch, capfd, group, kind):
+    monkeypatch.setattr(start_wait, "_FIRST_LINE_S", 0.3)
+    monkeypatch.setattr(start_wait, "_LINE_EVERY_S", 0.4)
+
+    with pytest.raises(StoreLost, match=r"ranks 1, 2 of 3 processes of srun did not join within 1 s"):
+        within(1.0, kind)(group)
+
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: for ")]
+    assert len(lines) == 3, "after 0.3 s, 0.4 s and 0.8 s"
+    assert all("rank 0 waits for ranks 1, 2 of 3 processes of srun; after 1 s" in line for line in lines)
+
+
+def test_the_end_is_one_line(capfd, group):
+    with pytest.raises(StoreLost) as raised:
+        within(0.1)(group)
+
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    sys.excepthook(ValueError, ValueError("of the script"), None)
+
+    err = capfd.readouterr().err.splitlines()
+    assert "holdfast: rank 0 ends: ranks 1, 2 of 3 processes of srun did not join within 0.1 s" in err[0]
+    assert err[1:] == ["ValueError: of the script"]
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+def test_with_a_least_number_the_job_begins_without_those_that_are_missing(capfd, group, missing):
+    ranks = [
+        dataclasses.replace(group, rank=rank, size=4, leaves_survivors=True) for rank in range(4) if rank != missing
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        joined = list(pool.map(within(2.0, SurvivingGroup, least=3), ranks))
+
+    there = [each.rank for each in ranks]
+    assert [each.ranks for each in joined] == [there] * 3
+    assert (
+        f"rank {missing} did not join in time; training begins with ranks {str(there)[1:-1]}" in capfd.readouterr().err
+    )
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(SurvivingGroup._leave, joined))
+
+
+def test_with_fewer_than_the_least_number_all_end(group):
+    ranks = [dataclasses.replace(group, rank=rank, size=4, leaves_survivors=True) for rank in (0, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(within(1.0, SurvivingGroup, least=3), each) for each in ranks]
+
+        for each in both:
+            with pytest.raises(StoreLost, match=r"ranks 1, 3 of 4 processes of srun did not join within 1 s"):
+                each.result()
+
+
+def test_one_that_has_died_after_the_roll_was_called_is_missing_too(monkeypatch, group):
+    """It said that it was there, and never came to the membership store."""
+    monkeypatch.setattr(joining, "_CONNECT_S", 2.0)
+    ranks = [dataclasses.replace(group, rank=rank, size=4, leaves_survivors=True) for rank in range(4)]
+    enter = SurvivingGroup._enter
+    monkeypatch.setattr(SurvivingGroup, "_enter", lambda self: enter(self) if self.group.rank != 3 else died())
+
+    def died():
+        raise InterruptedError
+
+    with ThreadPoolExecutor(4) as pool:
+        *joined, dead = [pool.submit(within(2.0, SurvivingGroup, least=3), each) for each in ranks]
+        assert [each.result().ranks for each in joined] == [[0, 1, 2]] * 3
+        assert isinstance(dead.exception(), InterruptedError)
+        list(pool.map(SurvivingGroup._leave, [each.result() for each in joined]))
+
+
+def test_where_rank_0_does_not_arrive_the_meeting_place_is_named(group):
     other = LaunchedGroup(launcher="srun", rank=1, size=3, is_local=True, host="127.0.0.1", port=group.port)
 
-    with pytest.raises(StoreLost, match=f"the processes of srun cannot meet at 127.0.0.1:{group.port}: "):
-        JoinedGroup(other)
+    with pytest.raises(StoreLost, match=f"rank 0 of 3 processes of srun did not join .*127.0.0.1:{group.port}: "):
+        within(1.0)(other)
 
 
-def test_processes_that_were_told_different_things_are_refused(monkeypatch, group):
-    monkeypatch.setattr(joining, "START_S", 5.0)
+def test_processes_that_were_told_different_things_are_refused(group):
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(JoinedGroup, group)
+        first = pool.submit(within(5.0), group)
         with pytest.raises(ConfigError, match="rank 0 would end, but rank 1 would continue: set HOLDFAST_ON_DEATH to"):
-            SurvivingGroup(dataclasses.replace(group, rank=1))
+            within(5.0, SurvivingGroup)(dataclasses.replace(group, rank=1))
         with pytest.raises(StoreLost, match="did not join"):
             first.result()
 
 
-def test_a_second_job_at_the_same_place_is_refused_and_does_not_disturb_the_first(monkeypatch, group):
+def test_a_second_job_at_the_same_place_is_refused_and_does_not_disturb_the_first(group):
     """Its rank 0 cannot listen there; its other ranks would otherwise take part in the first job."""
     importlib.import_module("torch.distributed")  # the first import may take longer than the limit
-    monkeypatch.setattr(joining, "START_S", 3.0)
     ranks = [dataclasses.replace(group, rank=rank) for rank in range(3)]
+    start = within(4.0)
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(JoinedGroup, ranks[0])
-        second = pool.submit(JoinedGroup, ranks[1])
+        first = pool.submit(start, ranks[0])
+        second = pool.submit(start, ranks[1])
         time.sleep(1.0)  # both wait for rank 2
         with pytest.raises(StoreLost, match="cannot meet at"):
-            JoinedGroup(ranks[0])
+            start(ranks[0])
         with pytest.raises(StoreLost, match="another rank 1 has joined: does another job meet at"):
-            JoinedGroup(ranks[1])
+            start(ranks[1])
 
-        with pytest.raises(StoreLost, match=r"ranks \[2\] did not join"):
+        with pytest.raises(StoreLost, match="rank 2 of 3 processes of srun did not join"):
             first.result()
         with pytest.raises(StoreLost):
             second.result()
@@ -73,13 +145,12 @@ def test_a_second_job_at_the_same_place_is_refused_and_does_not_disturb_the_firs
 
 @pytest.mark.parametrize("kind", [JoinedGroup, SurvivingGroup])
 def test_a_token_that_all_have_is_used_and_not_sent(monkeypatch, group, kind):
-    monkeypatch.setattr(joining, "START_S", 20.0)
     monkeypatch.setenv("HOLDFAST_TOKEN", "a token of all processes")
     said = []
     ranks = [dataclasses.replace(group, rank=rank, size=2) for rank in range(2)]
-    monkeypatch.setattr(joining, "_open_rendezvous", lambda its: Overheard(open_rendezvous(its), said))
+    monkeypatch.setattr(joining, "_open_rendezvous", lambda its, wait: Overheard(open_rendezvous(its, wait), said))
     with ThreadPoolExecutor(2) as pool:
-        joined = list(pool.map(kind, ranks))
+        joined = list(pool.map(within(20.0, kind), ranks))
 
     assert [each.token for each in joined] == ["a token of all processes"] * 2
     assert said
@@ -95,7 +166,7 @@ def test_a_token_that_all_have_is_used_and_not_sent(monkeypatch, group, kind):
 
 @pytest.mark.parametrize("kind", [JoinedGroup, SurvivingGroup])
 def test_a_token_that_is_not_that_of_rank_0_is_refused_at_once(monkeypatch, group, kind):
-    monkeypatch.setattr(joining, "START_S", 4.0)
+    monkeypatch.setattr(joining, "_CONNECT_S", 4.0)
     monkeypatch.setenv("HOLDFAST_TOKEN", "a token of rank 0")
     is_in = threading.Event()  # rank 0 does not read its token any more
     open_store = joining.open_store
@@ -105,14 +176,20 @@ def test_a_token_that_is_not_that_of_rank_0_is_refused_at_once(monkeypatch, grou
         is_in.set()
         return store
 
+    def enter_with_another(self):
+        if self.group.rank:
+            assert is_in.wait(20)
+            monkeypatch.setenv("HOLDFAST_TOKEN", "another token")
+        return enter(self)
+
+    enter = kind._enter
     monkeypatch.setattr(joining, "open_store", open_and_say)
+    monkeypatch.setattr(kind, "_enter", enter_with_another)
     ranks = [dataclasses.replace(group, rank=rank, size=2) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(kind, ranks[0])
-        assert is_in.wait(20)
-        monkeypatch.setenv("HOLDFAST_TOKEN", "another token")
+        first = pool.submit(within(4.0, kind), ranks[0])
         with pytest.raises(ConfigError, match="HOLDFAST_TOKEN in the environment of rank 1 is not that of all ranks"):
-            kind(ranks[1])
+            within(4.0, kind)(ranks[1])
         assert not first.done(), "it was not refused at once"
         with pytest.raises(StoreLost, match="did not join"):
             first.result()

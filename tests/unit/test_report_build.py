@@ -154,6 +154,7 @@ def test_an_injected_kill_counts_from_the_fault():
         "rank": 1, "kind": "kill", "step": 5, "phase": "allreduce", "injected": True, "t_s": 1.55,
         "detect_s": pytest.approx(0.01), "recover_s": pytest.approx(0.10), "decision": "redo", "redone_steps": 1,
         "lost_samples": 0, "recovery": 0, "silent_s": None, "why": "", "stack": "", "orders": {}, "times_s": {},
+        "unnoticed_s": None,
     }  # fmt: skip
 
 
@@ -201,6 +202,24 @@ def test_a_kill_from_outside_counts_from_the_first_survivor_that_knew():
     assert (failure["rank"], failure["kind"], failure["step"], failure["phase"]) == (1, "kill", 5, "allreduce")
     assert failure["detect_s"] is None
     assert failure["recover_s"] == pytest.approx(0.09)
+
+
+def test_a_loss_that_nobody_noticed_for_long_is_said_beside_the_time_of_the_recovery():
+    """A lost node counts as lost once its lease has ended; the recovery itself takes milliseconds."""
+    lost_s = 9.0
+    records = [
+        dataclasses.replace(record, t_s=record.t_s + lost_s) if record.t_s > 1.55 else record
+        for record in one_kill()
+        if not isinstance(record, FaultFired)
+    ]
+
+    report = report_of(records)
+
+    (failure,) = report["failures"]
+    assert failure["unnoticed_s"] == pytest.approx(lost_s + 0.06)
+    assert failure["recover_s"] == pytest.approx(0.09)
+    assert "; noticed only after 9.06 s; training resumed after 90 ms. " in headline(report)
+    assert "; noticed 9.06 s after the last step; next step committed after 90 ms; " in "".join(summary_lines(report))
 
 
 def test_two_killed_at_once_share_the_recovery():

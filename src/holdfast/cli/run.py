@@ -318,7 +318,7 @@ def _show(outcome: JobOutcome, report_dir: Path | None, *, as_json: bool) -> Non
     report = outcome.report
     # A script may use torch.distributed without DistributedDataParallel: it then has no steps.
     worth_it = report["steps"] or (is_distributed(report) and report["outcome"] == "done")
-    lines = summary_lines(report, report_dir) if worth_it else []
+    lines = summary_lines(report, report_dir) if worth_it and outcome.is_shown else []
     print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr if as_json else sys.stdout)
     if outcome.mpirun_output:
         print(outcome.mpirun_output, file=sys.stderr)

@@ -13,6 +13,7 @@ and they resume from the newest checkpoint. Where the launcher leaves the others
 =======================  ============================================================
 =======================  ============================================================
 ``seat/RANK``            this process has joined
+``roll``                 the processes that begin; agreed on once, when all have joined or the time is over
 ``alive/RANK``           leased: this process lives
 ``done/RANK``            it has ended in order, and needs no other any more
 =======================  ============================================================
@@ -30,24 +31,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
+from holdfast.comm.start_wait import LIMIT_S, USUAL, StartLimit, StartWait, named, say
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
-from holdfast.phases import Phase
 from holdfast.side_work import run_aside
 
-START_S = Phase.JOINING.value.fixed_s
-"""How long processes wait for each other at the start."""
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
 _RETRY_S = 0.1
+_CONNECT_S = 30.0
+"""Once all are there, they have at least so long to connect to the membership store."""
 _GIVEN = "HOLDFAST_TOKEN"
 _LET_OTHERS_HEAR_S = 0.3
 """Time for the hub to tell the others which process failed first, before it ends with rank 0."""
@@ -73,22 +74,24 @@ class JoinedGroup:
 
     Args:
         group: What the environment says of them.
+        limit: How long they wait for each other.
 
     Raises:
-        StoreLost: if not all of them arrive within ``START_S``, or one fails meanwhile.
+        StoreLost: if not all of them arrive in time, or one fails meanwhile.
     """
 
-    def __init__(self, group: LaunchedGroup) -> None:
+    def __init__(self, group: LaunchedGroup, limit: StartLimit = USUAL) -> None:
         self.group = group
-        self._ends_s = time.monotonic() + START_S
+        self._wait = StartWait(group, limit)
         self._hub: Hub | None = None
         self._pid = os.getpid()
         self._failed = self._is_leaving = False
-        self._rendezvous = _open_rendezvous(group)
-        if not group.is_local and group.rank == group.size - 1:
-            self._rendezvous.set(self._key("last"), _route_to(group.host))
+        self._rendezvous = _open_rendezvous(group, self._wait)
         self._check_alike()
-        self._hub_address = self._host() if group.rank < self._num_hosts else None
+        self.ranks = self._call_roll()
+        """Processes that take part."""
+        self._wait.restart(_CONNECT_S)
+        self._hub_address = self._host() if group.rank in self._hosts else None
         with contextlib.ExitStack() as undo:
             if self._hub is not None:
                 undo.callback(self._hub.close)
@@ -102,8 +105,12 @@ class JoinedGroup:
 
     _on_death = "end"
     """What the other processes do when one dies."""
-    _num_hosts = 1
-    """Processes that host the membership store: the first ones."""
+
+    @property
+    def _hosts(self) -> Sequence[int]:
+        """Processes that host the membership store."""
+        return self.ranks[:1]
+
     _part = "liveness"
     """Part of the store in which processes show that they live."""
 
@@ -189,8 +196,47 @@ class JoinedGroup:
             return "127.0.0.1"
         if self.group.rank:
             return _route_to(self.group.host)
-        last = self._read("last", self.group.size - 1).decode()
+        last = self._rendezvous.get(self._key(f"here/{self.ranks[-1]}")).decode()
         return _route_to(last)  # this machine's own name may mean a loopback address
+
+    def _call_roll(self) -> list[int]:
+        """Return the processes that are there: all, or those that rank 0 begins with once the time is over.
+
+        Raises:
+            NotStarted: if processes are missing, and the job does not begin without them.
+        """
+        group, place, wait = self.group, self._rendezvous, self._wait
+        if not group.has_store and place.add(self._key(f"seat/{group.rank}"), 1) > 1:
+            raise self._taken()
+        if group.rank:
+            place.set(self._key(f"here/{group.rank}"), "-" if group.is_local else _route_to(group.host))
+            wait.restart(wait.limit.limit_s + _CONNECT_S)  # rank 0, which says who is missing, may have begun later
+            present, missing = json.loads(self._read("present", says=False))
+        else:
+            keys = {rank: self._key(f"here/{rank}") for rank in range(1, group.size)}
+            absent = lambda: [rank for rank, key in keys.items() if not place.check([key])]  # noqa: E731
+            is_complete = wait.until(lambda: place.check(list(keys.values())), lambda: named(absent()))
+            missing = [] if is_complete else absent()
+            present = sorted(set(range(group.size)).difference(missing))
+            present = present if self._may_begin(present) else []
+            place.set(self._key("present"), json.dumps([present, missing]))
+        if not present:
+            raise wait.not_started(missing)
+        if group.rank not in present:
+            raise wait.not_started([group.rank], "the others have begun without it")
+        return present
+
+    def _taken(self) -> StoreLost:
+        group = self.group
+        return StoreLost(
+            f"another rank {group.rank} has joined: does another job meet at {group.host}:{group.port}, too?"
+        )
+
+    def _may_begin(self, present: Sequence[int]) -> bool:
+        """Return whether the job begins with these processes, once the time is over."""
+        return len(present) == self.group.size or (
+            self.group.leaves_survivors and 0 < self._wait.limit.least <= len(present)
+        )
 
     def _enter(self) -> Store:
         """Connect to the hub; the published one may be that of an earlier start, which rank 0 is about to replace."""
@@ -205,7 +251,7 @@ class JoinedGroup:
                     raise ConfigError(
                         f"the {_GIVEN} in the environment of rank {group.rank} is not that of all ranks: set it to the same in all"
                     ) from error
-                if time.monotonic() > self._ends_s:
+                if not self._wait.is_left():
                     raise StoreLost(f"rank 0 cannot be reached: {error}") from error
                 time.sleep(_RETRY_S)
 
@@ -233,16 +279,15 @@ class JoinedGroup:
             f"rank 0 has {_GIVEN} in its environment, and this process has not: set it to the same in all"
         )
 
-    def _read(self, name: str, rank: int = 0) -> bytes:
-        """Return what a rank has published."""
-        left_s = max(1.0, self._ends_s - time.monotonic())
+    def _read(self, name: str, rank: int = 0, *, says: bool = True) -> bytes:
+        """Return what a rank publishes."""
+        place, key = self._rendezvous, self._key(name)
         try:
-            self._rendezvous.wait([self._key(name)], timedelta(seconds=left_s))
-            return bytes(self._rendezvous.get(self._key(name)))
+            if not self._wait.until(lambda: place.check([key]), lambda: named([rank]), says=says):
+                raise self._wait.not_started([rank])
+            return bytes(place.get(key))
         except RuntimeError as error:
-            raise StoreLost(
-                f"rank {rank} did not join the others of {self.group.launcher} within {START_S:g} s"
-            ) from error
+            raise StoreLost(f"the meeting place of {self.group.launcher}, in rank 0, is gone: {error}") from error
 
     def _key(self, name: str) -> str:
         return f"holdfast/{self.group.job}/{self.group.size}/{self.group.attempt}/{name}"
@@ -250,20 +295,33 @@ class JoinedGroup:
     def _await_all(self) -> None:
         group, store = self.group, self._store
         if not store.create(f"seat/{group.rank}", ""):
-            raise StoreLost(
-                f"another rank {group.rank} has joined: does another job meet at {group.host}:{group.port}, too?"
-            )
+            raise self._taken()
         store.put(f"alive/{group.rank}", "", leased=True)
-        awaited = list(range(group.size))
+        awaited = list(self.ranks)
 
-        def have_joined() -> bool | None:
+        def have_joined() -> bool:
             while awaited and store.get(f"alive/{awaited[-1]}") is not None:  # not all ranks at each of as many changes
                 awaited.pop()
-            return not awaited or None
+            return not awaited or store.get("roll") is not None
 
-        if not store.wait(have_joined, max(1.0, self._ends_s - time.monotonic())):
-            missing = [rank for rank in awaited if store.get(f"alive/{rank}") is None]
-            raise StoreLost(f"ranks {missing} did not join within {START_S:g} s")
+        def missing() -> list[int]:
+            return [rank for rank in awaited if store.get(f"alive/{rank}") is None]
+
+        is_complete = self._wait.until(have_joined, lambda: named(missing()), says=group.rank == self.ranks[0])
+        present = self.ranks if is_complete else [rank for rank in self.ranks if rank not in missing()]
+        store.create("roll", json.dumps(present if self._may_begin(present) else []))
+        begins = json.loads(store.get("roll") or "[]")
+        if group.rank not in begins:
+            raise (
+                self._wait.not_started([group.rank], "the others have begun without it")
+                if begins
+                else self._wait.not_started(missing())
+            )
+        self.ranks = begins
+        if len(begins) < group.size and group.rank == begins[0]:
+            others = sorted(set(range(group.size)).difference(begins))
+            then = f"training begins with {named(begins)} (HOLDFAST_MIN_WORKERS={self._wait.limit.least})"
+            say(f"holdfast: {named(others)} did not join in time; {then}\n")
 
     # -- fail-stop
 
@@ -333,13 +391,6 @@ class SoleProcess:
         """Do nothing: no other process waits for this one."""
 
 
-def say(line: str) -> None:
-    """Write a line to stderr, after all that the script has printed."""
-    sys.stdout.flush()
-    sys.stderr.write(line)
-    sys.stderr.flush()
-
-
 def _has_begun(group: LaunchedGroup, store: Any) -> bool:
     return bool(store.check([_begun_key(group)]))
 
@@ -354,12 +405,14 @@ def _begun_key(group: LaunchedGroup) -> str:
     return f"holdfast/{group.job}/begun"
 
 
-def _open_rendezvous(group: LaunchedGroup) -> Any:
+def _open_rendezvous(group: LaunchedGroup, wait: StartWait | None = None) -> Any:
     """Return the TCPStore where the processes meet; rank 0 hosts it if the launcher does not."""
     import torch.distributed as dist
 
     def opened(*, hosts: bool) -> Any:
-        timeout = timedelta(seconds=START_S)
+        if not hosts and wait is not None:
+            wait.reach(group.host, group.port)
+        timeout = timedelta(seconds=LIMIT_S)
         return dist.TCPStore(  # type: ignore[attr-defined]
             group.host, group.port, is_master=hosts, timeout=timeout, wait_for_workers=False
         )

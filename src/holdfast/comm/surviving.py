@@ -21,9 +21,11 @@ import contextlib
 import functools
 import os
 import time
+from collections.abc import Sequence
 
-from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup, say
+from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
+from holdfast.comm.start_wait import USUAL, StartLimit, say
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub
 from holdfast.side_work import run_aside
@@ -45,6 +47,7 @@ class SurvivingGroup(JoinedGroup):
 
     Args:
         group: What the environment says of them.
+        limit: How long they wait for each other, and whether they begin without those that are missing then.
 
     Raises:
         StoreLost: if not all of them arrive in time, or one fails meanwhile.
@@ -53,10 +56,14 @@ class SurvivingGroup(JoinedGroup):
     _on_death = "continue"
     _part = "group"
 
-    def __init__(self, group: LaunchedGroup) -> None:
-        self._num_hosts = num_hubs(group.size)
+    def __init__(self, group: LaunchedGroup, limit: StartLimit = USUAL) -> None:
         self._dead: set[int] = set()
-        super().__init__(group)
+        super().__init__(group, limit)
+
+    @property
+    def _hosts(self) -> Sequence[int]:
+        """See :attr:`JoinedGroup._hosts`: the first ones."""
+        return self.ranks[: num_hubs(len(self.ranks))]
 
     # -- joining
 
@@ -76,7 +83,7 @@ class SurvivingGroup(JoinedGroup):
         return None
 
     def _places(self) -> list[str]:
-        return [self._read(f"hub/{rank}", rank).decode() for rank in range(self._num_hosts)]
+        return [self._read(f"hub/{rank}", rank).decode() for rank in self._hosts]
 
     def _find(self) -> HubAddress:
         """Return where the hubs are."""
@@ -102,7 +109,7 @@ class SurvivingGroup(JoinedGroup):
     def _news(self) -> tuple[str, int] | None:
         """Return the next process that has failed or died."""
         store = self._store
-        for rank in range(self.group.size):
+        for rank in self.ranks:
             if self._is_leaving or rank in self._dead or store.get(f"done/{rank}") is not None:
                 continue
             if store.get(f"failed/{rank}") is not None:
@@ -114,7 +121,7 @@ class SurvivingGroup(JoinedGroup):
     def _report(self, rank: int) -> None:
         self._dead.add(rank)
         self._store.create(f"dead/{rank}", "its connection to the membership store has ended")
-        left = [other for other in range(self.group.size) if other not in self._dead]
+        left = [other for other in self.ranks if other not in self._dead]
         if left[0] == self.group.rank:
             ranks = ", ".join(map(str, left))
             line = f"holdfast: rank {rank} has died; the others continue: {ranks}\n"
@@ -140,8 +147,7 @@ class SurvivingGroup(JoinedGroup):
             self._hub.close()
 
     def _have_ended(self) -> bool | None:
-        ranks = range(self.group.size)
-        store = self._store
+        ranks, store = self.ranks, self._store
         return (
             all(store.get(f"done/{rank}") is not None or store.get(f"alive/{rank}") is None for rank in ranks) or None
         )

@@ -43,6 +43,7 @@ from holdfast.distributed.work import PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
+from holdfast.options import is_set
 from holdfast.phases import Phase
 from holdfast.records.beacon import end_notes, publish_connecting
 from holdfast.side_work import run_aside
@@ -92,7 +93,9 @@ class CommThread:
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
-        limit_s = None if waits or Settings.from_env().run_dir else _START_WITHIN_S  # a launcher ends missing ranks
+        its = Settings.from_env()
+        usual_s = its.start_timeout_s if is_set(its, "start_timeout_s") else _START_WITHIN_S
+        limit_s = None if waits or its.run_dir or not usual_s else usual_s  # a launcher ends missing ranks
         with exits.stacks_and_exit_after(limit_s and limit_s + 1):
             self.call(self._connect, limit_s, "init_process_group has not connected all ranks")
 
@@ -219,8 +222,8 @@ class CommThread:
     def _say_why(self, error: BaseException) -> None:
         if isinstance(error, HoldfastError):  # the store is lost, or the other ranks have continued without this one
             sys.stderr.write(f"holdfast: {error}\n")
-            return
-        traceback.print_exception(error)
+        else:
+            traceback.print_exception(error)
         if classify(error) is DeviceFailure.LOST:
             self.recorder.device_lost(error)
 
@@ -265,9 +268,7 @@ class CommThread:
         works = [transfer.work for transfer in self._transfers] if self._current is None else [self._current.work]
         # at the gate it is done, and the others may take as long as they like
         limit_s = math.inf if self._is_at_gate else max((work.timeout_s for work in works), default=0.0)
-        run_aside(
-            "showing what the rank waits for", lambda: self.recorder.publish_waits(self._said_waits, limit_s), None
-        )
+        run_aside("showing a wait", lambda: self.recorder.publish_waits(self._said_waits, limit_s), None)
 
     @property
     def _waits(self) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,31 +22,39 @@ from typing import NoReturn
 
 from holdfast.device_errors import DeviceFailure, classify
 from holdfast.errors import ScriptError
+from holdfast.side_work import run_aside
 
 _DAEMONS = ("prterun", "prted", "mpirun")
 """Names of the Open MPI processes that start workers."""
 _LET_OUTPUT_THROUGH_S = 0.3
 _END_WITHIN_S = 10.0
+_SAY_S = 1.0
+"""Before the stacks are printed, the process beside this one says for which ones it has waited."""
 
 
 def kill_self() -> NoReturn:
     """End this process in the one way that all peers detect."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    run_aside("writing the last output", _flush, None)
     os.kill(os.getpid(), signal.SIGKILL)
     raise SystemExit(1)  # never reached: SIGKILL cannot be handled
 
 
 def leave_quietly() -> NoReturn:
     """End this process, which no other waits for, with exit code 0, from any of its threads."""
+    run_aside("writing the last output", _flush, None)
+    os._exit(0)
+
+
+def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
 
 
 @contextlib.contextmanager
 def stacks_and_exit_after(limit_s: float | None) -> Iterator[None]:
     """Print all stacks and exit with 1 if the block takes longer than ``limit_s``; None for no limit.
+
+    Under mpirun another process says after 10 s, and again, for which ones this one waits: :mod:`holdfast.engine.mpi_start`.
 
     This works while a call into C keeps Python's lock, as ``MPI_Init`` does: no thread could raise then. A process has
     only one such timer: a limit replaces one that the script has set by ``faulthandler.dump_traceback_later``, and the
@@ -54,11 +63,20 @@ def stacks_and_exit_after(limit_s: float | None) -> Iterator[None]:
     if limit_s is None:
         yield
         return
-    faulthandler.dump_traceback_later(limit_s, file=2, exit=True)  # sys.stderr may be no file, as in a notebook
+    beside = None
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("mpi_start.py")), str(limit_s)]
+        beside = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    faulthandler.dump_traceback_later(
+        limit_s + _SAY_S, file=2, exit=True
+    )  # sys.stderr may be no file, as in a notebook
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if beside is not None:
+            beside.kill()
+            beside.wait()
 
 
 def end_job() -> NoReturn:

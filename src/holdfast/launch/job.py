@@ -341,6 +341,7 @@ class JobOutcome:
     report: dict[str, Any]  # content of ``report.json``
     is_reported: bool  # whether the report was written to the job's report directory
     records: tuple[Record, ...]  # records of all workers and of the launcher, ordered by time
+    is_shown: bool = True  # whether this launcher shows the summary; not if another one's output stands beside it
 
 
 def check(job: Job) -> None:

@@ -490,6 +490,7 @@ class Launcher:
             report=report,
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
+            is_shown=self._bus.speaks,
         )
 
     def _mpirun_output(self) -> str:

@@ -306,6 +306,10 @@ class NodeGroup(Rendezvous):
         wanted = [node for node, known in self._others.items() if not known.is_lost] if nodes is None else nodes
         return all(self.store.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
 
+    def is_first(self) -> bool:
+        """Return whether this node is the first of those that are not lost."""
+        return all(known.is_lost or node > self._me for node, known in self._others.items())
+
     def any_posted(self, what: str) -> bool:
         """Return whether a condition holds for any other node that is not lost."""
         return any(self.all_posted(what, [node]) for node, known in self._others.items() if not known.is_lost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ from holdfast.report.event_lines import EventFormatter, cause_of_death
 from holdfast.report.history import is_distributed
 from holdfast.report.step_times import StepTimes
 from holdfast.side_work import run_aside
+from holdfast.slurm import read_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,9 @@ class RecordBus:
 
         self.is_training = False
         """Whether a step was committed in this start of the job."""
+
+        self.speaks = run.job.node_rank == 0 or run.others is None or read_step(os.environ) is None
+        """Whether this launcher displays what concerns the whole job. ``srun`` merges the output of all: the first does."""
 
         self.begun: RunStarted | None = None
         """The record of the first start in which training began."""
@@ -142,6 +147,11 @@ class RecordBus:
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
         if (line := run_aside("describing a record", lambda: self._story.format(record), None)) is not None:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        """Display a line about the job, which all launchers know of."""
+        if self.speaks:
             self._run.view.print_line(line)
 
     def note(self, record: Record) -> None:
@@ -206,6 +216,7 @@ class RecordBus:
     def _poll_nodes(self, others: NodeGroup) -> None:
         state = self._run.state
         changes = others.poll()
+        self.speaks = others.is_first() or read_step(os.environ) is None
         for rank in changes.newcomers:
             state.wait_for(rank)
         received = others.receive()
@@ -217,7 +228,7 @@ class RecordBus:
         for node, ranks in changes.lost.items():
             state.lose(ranks)
             what = f", with {', '.join(f'rank {rank}' for rank in ranks)}" if ranks else ""
-            self._run.view.print_line(f"node {node} is lost{what}")
+            self._print(f"node {node} is lost{what}")
 
     def _is_kept_for_later(self, rank: int, line: str) -> bool:
         """Return whether the line belongs to a traceback: only one traceback is displayed, at the end."""

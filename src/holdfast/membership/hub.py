@@ -233,7 +233,12 @@ class Hub(LineServer):
         connected = {client.session for clients in self._clients.values() for client in clients}
         for session in silent:
             for _, key in self._cluster.consensus.state.leased(session):
-                logger.warning("hub: no heartbeat from the owner of %s for %g s", key, self._lease_s)
+                why = (
+                    f"no heartbeat for {self._silences[session].limit_s:g} s"
+                    if session in connected
+                    else "its connection ended"
+                )
+                logger.warning("hub: the owner of %s counts as failed: %s", key, why)
             self._end_session(session, forget=session not in connected)
 
     def _end_session(self, session: str, *, forget: bool) -> None:

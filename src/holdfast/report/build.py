@@ -20,6 +20,7 @@ from holdfast.records.types import (
     RunStarted,
     SamplesLost,
     ScriptFailed,
+    StepCommitted,
     StragglerSeen,
     ValuesAltered,
     WorkerEnded,
@@ -213,11 +214,21 @@ def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
         **_rounded(failure, "rank", "kind"),
         "step": failure.step if failure.step >= 0 else None,
         **_rounded(failure, "phase", "injected", "t_s", "detect_s", "recover_s", "decision", "redone_steps"),
+        "unnoticed_s": _unnoticed_s(failure, history),
         "lost_samples": None if history.is_distributed else failure.lost_samples,
         **_rounded(failure, "recovery", "silent_s", "why", "stack"),
         "orders": dict(failure.orders),
         "times_s": {name: _seconds(value) for name, value in failure.times_s.items()},
     }
+
+
+def _unnoticed_s(failure: LostWorker, history: History) -> float | None:
+    """Return the seconds from the last committed step to the detection of a failure that nobody injected."""
+    if failure.injected or failure.known_s is None:
+        return None
+    before = (record.t_s for record in history.of(StepCommitted) if record.t_s <= failure.known_s)
+    last_s = max(before, default=None)
+    return None if last_s is None else _seconds(failure.known_s - last_s)
 
 
 def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ DISTRIBUTED = "torch.distributed"
 _KILLS = ("kill", "oom", "segfault", "nodeloss")
 _STUCK = ("hang", "gil", "spin", "deadlock", "gpu-hang")
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_LATE_S, _LATE_STEPS = 1.0, 3.0
+"""A failure that is noticed within a second, or within the time of three steps, was not noticed late."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -331,10 +333,19 @@ def _went_on(report: Mapping[str, Any]) -> str:
     answered = [g for g in recoveries(report) if all(f["recover_s"] is not None for f in g)]
     alive = [_longest(group) for group in answered if group[0].get("decision") != "restart"]
     again = [_longest(group) for group in answered if group[0].get("decision") == "restart"]
-    text = f"; training resumed after {_after(alive)}" if alive else ""
+    late = [slow for group in answered if (slow := noticed_late_s(report, group))]
+    text = f"; noticed only after {_after(late)}" if late else ""
+    text += f"; training resumed after {_after(alive)}" if alive else ""
     if again:
         text += f"; the job was restarted and had caught up after {_after(again)}"
     return text
+
+
+def noticed_late_s(report: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return how long failures that nobody injected were not noticed; None if it took no longer than steps do."""
+    longest_s = max(float(failure.get("unnoticed_s") or 0.0) for failure in group)
+    step_s = (report.get("step_s") or {}).get("p50") or 0.0
+    return longest_s if longest_s > max(_LATE_S, _LATE_STEPS * step_s) else None
 
 
 def _longest(group: Sequence[Mapping[str, Any]]) -> float:

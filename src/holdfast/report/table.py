@@ -13,6 +13,7 @@ from holdfast.report.formatting import (
     headline,
     is_distributed,
     listing,
+    noticed_late_s,
     number,
     seconds,
     size,
@@ -82,6 +83,8 @@ def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         parts.append(f"ended by the launcher after {seconds(failure['silent_s'])} without a sign of life")
     if failure["detect_s"] is not None:
         parts.append(f"detected after {seconds(failure['detect_s'])}")
+    if late_s := noticed_late_s(report, [failure]):
+        parts.append(f"noticed {seconds(late_s)} after the last step")
     if failure["recover_s"] is not None:
         parts.append(f"next step committed after {seconds(failure['recover_s'])}")
     elif not is_distributed(report):

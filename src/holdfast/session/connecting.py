@@ -18,6 +18,7 @@ from holdfast.engine.context import CommittedState, JobContext, LiveSettings, Lo
 from holdfast.engine.injection import make_faults, reach_point
 from holdfast.errors import ConfigError
 from holdfast.faults import points
+from holdfast.options import is_set
 from holdfast.records.beacon import NoBeacon, connected_beacon, end_notes, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
@@ -50,7 +51,8 @@ def check_device(device: torch.device, settings: Settings) -> None:
 def _mpi_limit_s(settings: Settings) -> float | None:
     """Return how long ``MPI_Init`` may wait for a process that has died; None if a launcher ends such waits, or none can be."""
     is_watched = bool(settings.run_dir) or not under_mpirun()
-    return None if is_watched else MPI_INIT_S
+    limit_s = settings.start_timeout_s if is_set(settings, "start_timeout_s") else MPI_INIT_S
+    return None if is_watched or not limit_s else limit_s
 
 
 def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Callable[[], None]) -> JobContext:

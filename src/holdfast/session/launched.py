@@ -6,17 +6,20 @@ When one dies, the others continue if the launcher leaves them alone, and end ot
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
 from holdfast.config import Settings
+from holdfast.options import is_set
 from holdfast.records.types import Finished, Record, Recovered, RunStarted
 
 if TYPE_CHECKING:
     from holdfast.comm.joining import JoinedGroup, SoleProcess
+
+
+_joined: dict[LaunchedGroup, JoinedGroup] = {}
 
 
 def as_launched(settings: Settings) -> Settings:
@@ -53,9 +56,10 @@ def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | SoleProce
     group = own_group()
     if group is None or group.rank != settings.rank:
         return settings, None
-    joined = _join(group)
+    joined = _join(group, settings)
     resumes = settings.resume or (joined.has_begun and bool(settings.checkpoint_dir))
     settings = dataclasses.replace(settings, store=joined.url, token=joined.token, resume=resumes)
+    settings = _without_missing(settings, joined)
     if group.rank == 0:
         _say(_announcement(group, settings))
     return settings, joined
@@ -66,12 +70,29 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-@functools.cache
-def _join(group: LaunchedGroup) -> JoinedGroup:
-    from holdfast.comm.joining import JoinedGroup
-    from holdfast.comm.surviving import SurvivingGroup
+def _join(group: LaunchedGroup, settings: Settings) -> JoinedGroup:
+    """Join the other processes, once in each process."""
+    if group not in _joined:
+        from holdfast.comm.joining import JoinedGroup
+        from holdfast.comm.start_wait import StartLimit
+        from holdfast.comm.surviving import SurvivingGroup
 
-    return SurvivingGroup(group) if group.leaves_survivors else JoinedGroup(group)
+        limit = StartLimit()
+        if is_set(settings, "start_timeout_s"):
+            limit = dataclasses.replace(limit, limit_s=settings.start_timeout_s)
+        if is_set(settings, "min_workers"):
+            limit = dataclasses.replace(limit, least=settings.min_workers)
+        _joined[group] = (SurvivingGroup if group.leaves_survivors else JoinedGroup)(group, limit)
+    return _joined[group]
+
+
+def _without_missing(settings: Settings, joined: JoinedGroup) -> Settings:
+    """Return the settings of the processes that are there. The number of slices, and so the bits, is that of all."""
+    size, ranks = joined.group.size, joined.ranks
+    if len(ranks) == size:
+        return settings
+    slices = settings.slices if settings.slices or settings.auto_slices >= 0 else size
+    return dataclasses.replace(settings, workers=len(ranks), ranks=",".join(map(str, ranks)), slices=slices)
 
 
 def _announcement(group: LaunchedGroup, settings: Settings) -> str:
