@@ -63,7 +63,7 @@ def test_survivors_finish_with_equal_weights(tmp_path, name):
     found = [{key: value for key, value in line.items() if key != "rank"} for line in lines.values()]
     assert found == [found[0]] * len(survivors), "the survivors differ in their weights, or in what they gathered"
     assert found[0]["steps"] == (6 if name == "hf_trainer" else 8)
-    assert {each["collective"] for each in report["seats_filled"]} == filled
+    assert {each["collective"] for each in report["seats_filled"]} - {"all_reduce(SUM)"} == filled
     # Lightning's environment for MPI would start MPI beside the backend, and finalize it when the script ends.
     assert found[0].get("environment", "LightningEnvironment") == "LightningEnvironment"
 
