@@ -7,7 +7,7 @@ weights. The newcomer made fewer steps.
 Run:
     holdfast run -n 4 --spares 1 --inject kill:rank=0,step=20 examples/09_replace_ddp_ranks.py
     holdfast run --fabric gloo -n 4 --respawn --inject kill:rank=0,step=20 examples/09_replace_ddp_ranks.py
-    holdfast run -n 4 --inject kill:rank=0,step=20 examples/09_replace_ddp_ranks.py    three ranks are left
+    holdfast run -n 4 --inject kill:rank=2,step=20 examples/09_replace_ddp_ranks.py    three ranks are left
 
 *Covers:* holdfast.distributed.register, alive.
 """

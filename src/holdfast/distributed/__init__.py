@@ -78,6 +78,10 @@ class Survivors(tuple[int, ...]):
             self._group.engine.recorder.asked_lead(rank == self._group.rank())
         return rank
 
+    def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
+        """Return a plain tuple to those that receive or copy it."""
+        return tuple, (tuple(self),)
+
 
 def is_lead() -> bool:
     """Return whether this is the lowest surviving rank, as far as this rank knows: the one that saves and logs.

@@ -126,6 +126,8 @@ class JobState:
         self.fired: set[int] = set()
         self.saved: CheckpointSaved | None = None
         self.last_step = -1
+        self.is_stopping = False
+        """Whether the workers were asked to stop."""
         self.restarts_in_vain = -1
         """Restarts since a step was committed for the first time; -1 before the first start."""
 
@@ -429,8 +431,8 @@ class JobState:
         """Return the verdict if ranks wait in a collective of ``torch.distributed`` that another will never call."""
         living = self.living()
         why = self._start.duties.blocked(living)
-        has_lost = len(living) < len(self._start.processes)  # which may be why the ranks differ
-        return JobBroken(why, is_final=not has_lost) if why else None
+        may_differ = self.is_stopping or len(living) < len(self._start.processes)  # for these reasons, and not again
+        return JobBroken(why, is_final=not may_differ) if why else None
 
     def _how_lost(self) -> str:
         ends = [f"rank {rank} {self._cause(end)}" for rank, end in sorted(self._start.ended.items())]

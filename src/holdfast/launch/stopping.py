@@ -84,7 +84,7 @@ class StopProcedure:
         all_stop = self._all_are_to_stop()
         if not all_stop and now_s < self._by_s - grace_s + min(_TOGETHER_S, grace_s / 4):
             return  # the other launchers may be asked to stop at the same time
-        self._notified = True
+        self._notified = self._run.state.is_stopping = True
         what = "the workers finish their step and save" if all_stop else "the workers of this node leave the job"
         if self._bus.is_distributed:
             what = "the ranks receive SIGTERM"

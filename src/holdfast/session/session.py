@@ -32,7 +32,7 @@ from holdfast.session.launched import as_launched
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.reinit_context import application, note_session, take_over
-from holdfast.session.saving import save_atomically
+from holdfast.session.saving import model_state, save_atomically
 from holdfast.session.script_end import check_and_save, forget_jobs, note_job, on_sigterm, passed_line, save_at_end
 from holdfast.session.script_epochs import epochs_left, loading_loop
 from holdfast.session.step import Step
@@ -357,10 +357,7 @@ class Session:
             CheckpointError: if the file cannot be written.
         """
         self._declare("save")
-        whole = (
-            getattr(self._model, "module", self._model) if isinstance(self._model, Pipeline | Sharded) else self._model
-        )
-        save_atomically(whole.state_dict() if obj is None else obj, Path(path), self.rank)
+        save_atomically(model_state(self._model) if obj is None else obj, Path(path), self.rank)
 
     def _declare(self, how: str) -> None:
         """Record which worker writes what the script writes, as far as this call says; each answer once."""
