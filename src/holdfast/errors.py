@@ -76,7 +76,9 @@ def is_of_lost_ranks(error: BaseException | None) -> bool:
     """Return whether an error is, or was caused by, a :class:`RanksLost`, which torch's callbacks put into their own."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, RanksLost) or (isinstance(error, RuntimeError) and f"{RanksLost.__name__}: " in str(error)):
+        if isinstance(error, RanksLost) or (
+            isinstance(error, RuntimeError) and f"{RanksLost.__name__}: " in str(error)
+        ):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
