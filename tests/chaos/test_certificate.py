@@ -52,7 +52,7 @@ def test_a_run_with_faults_is_the_same_to_the_last_step_and_a_replay_agrees(tmp_
 def test_a_bit_that_flipped_in_one_worker_does_not_come_out_again(tmp_path):
     """The links hold, because that is how it was; the replay computes what should have been."""
     flip = ("--guard", "off", "--inject", "flip:rank=1,step=9,target=weights,seed=3")
-    run_report(tmp_path, "-n", 2, "--slices", 4, "--fabric", "gloo", "--no-page", *flip, FLIPPED)
+    run_report(tmp_path, "-n", 2, "--slices", 4, "--fabric", "gloo", "--no-page", *flip, FLIPPED, exit_code=1)
 
     done = holdfast("verify", tmp_path / "report", "--to", 12)
 
@@ -65,7 +65,9 @@ def test_of_a_split_model_too_a_replay_agrees_after_a_kill_and_not_after_a_flip(
     """What flips is in a mirror, with which nobody computes: no metric tells. Each fourth step hashes a window of stage 2."""
     kill = ("--inject", "kill:rank=1,step=3,phase=allreduce")
     flip = ("--guard", "off", "--inject", "flip:rank=3,step=7,target=weights,at=2.2.weight,bits=0")
-    report = run_report(tmp_path, "-n", 4, "--fabric", "gloo", "--no-page", *kill, *flip, SPLIT, "pipeline")
+    report = run_report(
+        tmp_path, "-n", 4, "--fabric", "gloo", "--no-page", *kill, *flip, SPLIT, "pipeline", exit_code=1
+    )
 
     done = holdfast("verify", tmp_path / "report")
 
@@ -106,7 +108,7 @@ def test_eleven_faults_that_leave_one_worker_of_twelve_change_nothing_up_to_the_
     quiet, loud, wrong = (tmp_path / name for name in ("quiet", "loud", "wrong"))
     flip = ("--guard", "off", "--inject", "flip:rank=0,step=40,target=weights,bits=30,seed=1")
     run_report(quiet, "-n", 12, "--fabric", "virtual", "--no-page", EXAMPLE, timeout=300)
-    run_report(wrong, "-n", 12, "--fabric", "virtual", "--no-page", *flip, EXAMPLE, timeout=300)
+    run_report(wrong, "-n", 12, "--fabric", "virtual", "--no-page", *flip, EXAMPLE, timeout=300, exit_code=1)
 
     report = run_report(loud, *job, *faults, EXAMPLE, timeout=500)
     same = holdfast("diff-runs", quiet / "report", loud / "report")

@@ -68,9 +68,10 @@ def test_a_worker_that_dies_while_corruption_is_heard_of_changes_nothing(tmp_pat
 
 def test_warning_names_the_worker_and_goes_on_with_other_bits(tmp_path):
     """The negative control of healing."""
-    report = run(tmp_path, "gloo", 3, "warn", "1:6:1.weight:24")
+    report = run(tmp_path, "gloo", 3, "warn", "1:6:1.weight:24", exit_code=1)
 
     assert report["outcome"] == "done"
+    assert "rank 1: " in report["_stderr"].partition("the replicas hold different weights")[2]
     assert {rank for found in report["guard"]["found"] for rank in found["ranks"]} == {1}
     assert report["guard"]["healed"] == []
     assert report["replicas"]["identical"] is False

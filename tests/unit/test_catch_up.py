@@ -77,6 +77,7 @@ KINDS = {
     "rmsprop, averaged": (lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True), {"average": True}),
     "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.01), {}),
     "early": (lambda p: torch.optim.Adam(p, lr=0.01), {"update": "eager"}),
+    "items": (lambda p: torch.optim.Adam(p, lr=0.01), {"clip_grad_norm": 0.1}),
 }
 
 
@@ -107,7 +108,7 @@ def train(kind, monkeypatch, before_step=None, before_update=None):
     data = torch.utils.data.TensorDataset(x, x.prod(1, keepdim=True))
     for step in session.steps(data, batch_size=8):
         for xs, ys in step:
-            step.backward(nn.functional.mse_loss(model(xs), ys))
+            step.backward(nn.functional.mse_loss(model(xs), ys), items=len(xs) ** 2 if kind == "items" else None)
     return session._trainable
 
 
@@ -116,18 +117,18 @@ def train(kind, monkeypatch, before_step=None, before_update=None):
 def test_a_step_that_is_repeated_gives_the_bits_of_the_step(kind, start, monkeypatch):
     states, steps = [], []
 
-    def note(session, _):
+    def note(session, batch):
         model = session._trainable.whole
         sums = [result.clone() for result in model.gradients.sums]
-        steps.append((sums, list(model.gradients.summed_slices), options_of(model.optimizer)))
+        steps.append((sums, list(model.gradients.summed_slices), len(batch.ids), options_of(model.optimizer)))
 
     trained = train(kind, monkeypatch, lambda session: states.append(clone(session._trainable.state_dict())), note)
     assert len(states) == len(steps) == 8
     repeated = make(kind)[1]._trainable
     repeated.load_state_dict(states[start], keeps=True)
-    for sums, slices, options in steps[start:]:
+    for *sums, options in steps[start:]:
         set_options(repeated.optimizer, options)
-        repeated.repeat_step(sums, slices)
+        repeated.repeat_step(*sums)
 
     for name, thing in trained.state_dict().items():
         if name != "scheduler":  # comes with the admission, as all that is no tensor
@@ -140,9 +141,10 @@ def test_a_step_is_repeated_also_once_the_loop_of_a_newcomer_has_begun(monkeypat
     """From then on it updates buckets early in its own steps."""
     start, steps = [], []
 
-    def note(session, _):
+    def note(session, batch):
         model = session._trainable.whole
-        steps.append(([s.clone() for s in model.gradients.sums], list(model.gradients.summed_slices)))
+        sums = [s.clone() for s in model.gradients.sums]
+        steps.append((sums, list(model.gradients.summed_slices), len(batch.ids)))
 
     trained = train("early", monkeypatch, lambda session: start.append(clone(session._trainable.state_dict())), note)
     repeated = make("early")[1]._trainable
@@ -158,9 +160,10 @@ def test_one_wrong_bit_in_a_gradient_gives_other_bits(monkeypatch):
     """The tests above would see it."""
     start, sums = [], []
 
-    def note(session, _):
+    def note(session, batch):
         model = session._trainable.whole
-        sums.append(([s.clone() for s in model.gradients.sums], list(model.gradients.summed_slices)))
+        mine = [s.clone() for s in model.gradients.sums]
+        sums.append((mine, list(model.gradients.summed_slices), len(batch.ids)))
 
     trained = train("sgd", monkeypatch, lambda session: start.append(clone(session._trainable.state_dict())), note)
     repeated = make("sgd")[1]._trainable

@@ -130,8 +130,12 @@ class SdcGuard:
 
     def _read_compared(self, step: int, said: GuardVote, *, differ: bool) -> bool:
         if differ and self._policy == "stop":
+            names = self._fingerprint.compared(step)
+            where = f"{', '.join(names[:3])}{f' or {len(names) - 3} others' if len(names) > 3 else ''}"
             raise ReplicasDiffer(
-                f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
+                f"the replicas differ before step {step}, in {where}: a worker computed wrong bits, or the script changed"
+                " its model differently on each worker, such as once a slice in the forward pass, by random numbers of its"
+                " own, or by hand"
             )
         if said.odd is not None and said.odd.largest >= 0 and self._verdict is None:
             # Several workers had the same wrong state, or one of them corrupted all: the culprit cannot be identified.

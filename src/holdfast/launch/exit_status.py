@@ -13,7 +13,8 @@ def explain(job: Job, verdict: Verdict, state: JobState) -> tuple[int, str, str]
     workers = len(state.workers_alive()) or 1
     match verdict:
         case JobCompleted(finished=finished) if finished.outcome == "done":
-            return 0, "", ""
+            why = state.differing()
+            return int(bool(why)), why, ""
         case NodeDeparted():
             return job.left_code, f"the workers of node {job.node_rank} have left as requested; the job continues", ""
         case JobCompleted(finished=finished):

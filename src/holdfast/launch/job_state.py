@@ -427,6 +427,24 @@ class JobState:
         died_late = {rank for rank in start.finished if rank in start.ended and start.ended[rank].exit_code < 0}
         return start.duties.missing(ended_well, died_late - start.lost_s.keys() - start.left)
 
+    def differing(self) -> str:
+        """Return how the replicas that finished differ; "" if they hold the same bits, or that is unknown."""
+        start = self._start
+        last = max((word.step for word in start.finished.values()), default=-1)
+        ends = [word for rank, word in sorted(start.finished.items()) if word.step == last and rank not in start.left]
+        what = "weights" if len({word.sha256 for word in ends}) > 1 else "optimizer states"
+        ranks: dict[str, list[str]] = {}
+        for word in ends:
+            ranks.setdefault(f"{word.sha256[:12]}, state {word.state_sha256[:12]}", []).append(str(word.rank))
+        if len(ranks) < 2:
+            return ""
+        named = "; ".join(f"rank{'s' * (len(some) > 1)} {', '.join(some)}: {sha256}" for sha256, some in ranks.items())
+        return (
+            f"training is complete, but the replicas hold different {what} ({named}): a worker computed wrong bits, or the"
+            " script changed its model differently on each worker; --guard stop ends a job at the first difference, and"
+            " names it"
+        )
+
     def _blocked(self) -> Verdict | None:
         """Return the verdict if ranks wait in a collective of ``torch.distributed`` that another will never call."""
         living = self.living()
