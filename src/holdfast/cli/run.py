@@ -131,9 +131,12 @@ def run(
 
 def _launch(job: Job, asked: RunArguments) -> int:
     """Run the job and show how it ended; return the exit code."""
+    from holdfast.launch.hash_seed import hash_seed_line
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
+    if line := hash_seed_line(job.settings):
+        print(f"holdfast: {line}", file=sys.stderr)
     try:
         with sigterm_as_interrupt():
             outcome = launch(job, make_view(sys.stderr if asked.as_json else sys.stdout))

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.data.ledger import Ledger, SampleCounts, StreamLedger
+from holdfast.data.loader import DataSource
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
+from holdfast.data.sample_digest import sample_digest
 from holdfast.data.stream import Stream, StreamMark
 from holdfast.errors import ConfigError
 
@@ -21,8 +23,9 @@ class DataPosition:
 
     _ledger: Ledger | StreamLedger
 
-    def __init__(self, plan: SamplePlan, changes: Mapping[str, Any]) -> None:
-        self._given = plan
+    def __init__(self, plan: SamplePlan, changes: Mapping[str, Any], source: DataSource | None = None) -> None:
+        self._given, self._source = plan, source
+        self._samples: int | None = None
         self.stream: Stream | None = plan.stream if isinstance(plan.stream, Stream) else None
         self._is_ended = False
         self.change(changes)
@@ -144,6 +147,12 @@ class DataPosition:
             end = plan.stream_end(self.stream, self._cursor, plan.batch_size)
             return self.stream.digest(self._cursor.offset, end)
         return None if plan.sampler is None else plan.sampler.digest(epoch)
+
+    def samples(self) -> int:
+        """Return a digest of some samples of the dataset, -1 if it is not known; see :mod:`.sample_digest`."""
+        if self._samples is None:
+            self._samples = -1 if self._source is None else sample_digest(self._source, self._given.num_samples)
+        return self._samples
 
     def digest_differs(self, then: int) -> bool:
         """Return whether the sampler gives another order than the one that had the digest ``then``; 0: at the end of a plan."""

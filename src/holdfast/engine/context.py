@@ -203,10 +203,12 @@ class PlatformState:
     Args:
         properties: Properties of the platform that decide result bits, see :mod:`holdfast.state.platform`.
         given_up: Why bit-exactness no longer holds across platforms, as known to this worker; "" if it holds.
+        hashes_differ: Python's hashes are not those of other workers or of the checkpoint, and this was said.
     """
 
     properties: dict[str, str] = field(default_factory=dict)
     given_up: str = ""
+    hashes_differ: bool = False
 
 
 @dataclass(slots=True)

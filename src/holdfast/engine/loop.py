@@ -115,7 +115,7 @@ class TrainingLoop:
         self._fingerprint = trainable.fingerprint(job.comm, job.settings)
         self._guard = SdcGuard(job, trainable.whole, self._fingerprint, self._log)
         self._sum = self._get_sum()
-        self._position = DataPosition(plan, job.live.slicing)
+        self._position = DataPosition(plan, job.live.slicing, source)
         self._live_config = LiveConfig(job, trainable, self._position, self._protocol.set_strategy)
         self._admission = Admission(job, trainable, catch_up, pauses=pauses)
         self._restorer = StateRestorer(

@@ -18,6 +18,7 @@ from holdfast.debug.stacks import stack_path
 from holdfast.launch.fork_protocol import FORK_SERVER
 from holdfast.launch.fork_server import ForkServer
 from holdfast.launch.gpus import for_workers
+from holdfast.launch.hash_seed import HASH_SEED, hash_seed
 from holdfast.launch.job import Job
 from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.mpi_hosts import MpiHosts
@@ -468,11 +469,12 @@ def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[st
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
-def common_environment(paths: RunPaths) -> dict[str, str]:
+def common_environment(paths: RunPaths, settings: Settings) -> dict[str, str]:
     """Return the part of the workers' environment that is the same for all starts of a job."""
     theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)} | {FORK_SERVER}
     env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a count derived from the workers would change bits
+    env[HASH_SEED] = hash_seed(settings)
     if not any(name in env for name in _ALLOCATOR):
         env |= _ALLOCATOR
     if paths.memory_dir is not None:
@@ -484,7 +486,7 @@ def common_environment(paths: RunPaths) -> dict[str, str]:
 
 
 def _environment(settings: Settings, paths: RunPaths, grace_s: float) -> dict[str, str]:
-    env = common_environment(paths)
+    env = common_environment(paths, settings)
     env.setdefault("MASTER_PORT", str(_free_port()))
     return env | settings.to_env() | {GRACE_S: f"{grace_s:g}"}
 

@@ -176,9 +176,8 @@ class Launcher:
         starts_several = not job.is_virtual and (job.settings.workers + job.settings.spares > 1 or job.max_respawns > 0)
         if not (job.preload and starts_several and is_useful(job.script)):
             return None
-        return ForkServer(
-            paths.own[0].path, common_environment(paths), paths.log_dir / "mpirun.log", paths.locks, job.words
-        )
+        env = common_environment(paths, job.settings)
+        return ForkServer(paths.own[0].path, env, paths.log_dir / "mpirun.log", paths.locks, job.words)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()

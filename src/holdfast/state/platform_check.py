@@ -25,6 +25,7 @@ from holdfast.errors import ConfigError
 from holdfast.records.types import WorkerRefused
 from holdfast.state.gpu_check import describe_gpu
 from holdfast.state.gpu_platform import PROMISE, gpu_properties, line_of
+from holdfast.state.hash_seed import hash_digest, warn_of_hashes
 from holdfast.state.platform import Platform, PlatformDifference, between, difference, number_of, promises_bits
 
 if TYPE_CHECKING:
@@ -139,8 +140,10 @@ def compare_platforms(job: JobContext) -> None:
     comm = job.comm
     if len(comm.processes) == 1:
         return
-    number = number_of(job.platform.properties)
-    high, low = comm.maximum((number, ~number))
+    number, hashes = number_of(job.platform.properties), hash_digest()
+    high, low, high_hash, low_hash = comm.maximum((number, ~number, hashes, ~hashes))
+    if high_hash != ~low_hash:
+        warn_of_hashes(job)
     if high == ~low:
         return
     mine = json.dumps(job.platform.properties).encode()
@@ -198,6 +201,14 @@ def compare_with_checkpoint(job: JobContext, theirs: Platform) -> None:
     )
     if found is not None:
         _give_up(job, found, aloud=job.is_lead)
+
+
+def warn_of_samples(job: JobContext) -> None:
+    """Warn that a loop continues with other samples than the checkpoint's; with exact results promised, record it."""
+    text = "not exact: the data of this loop are not those that the checkpoint was made with, so its steps are others"
+    if job.is_lead and text != job.platform.given_up:
+        _warn(job, text)
+    job.platform.given_up = text if _promises(job) else ""
 
 
 def _give_up(job: JobContext, found: PlatformDifference, *, aloud: bool = True) -> None:

@@ -27,10 +27,14 @@ from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.admission import Admission
+from holdfast.state.hash_seed import compare_hashes_with_checkpoint, hashes
 from holdfast.state.loop_end import keepers, lone_attempt
 from holdfast.state.order_choice import choose_order, order_of_checkpoint
-from holdfast.state.platform_check import compare_platforms, compare_with_checkpoint
+from holdfast.state.platform_check import compare_platforms, compare_with_checkpoint, warn_of_samples
 from holdfast.state.transfer import receive_state, send_state
+
+_NO_SAMPLES = -(1 << 62) - 1
+"""Less than the complement of any digest of samples."""
 
 
 class StateRestorer:
@@ -90,12 +94,30 @@ class StateRestorer:
         self._position.align(in_tree=order.startswith("tree"))
 
     def _compare_data(self) -> None:
-        """Check that all workers have the same data before them, where a sampler of the script or a stream decides that."""
-        if self.belongs_to_later_loop or (digest := self._position.digest()) is None:
+        """Check that all workers have the same data before them: some samples, and what a sampler or a stream decides.
+
+        Samples may be unknown at some workers. Where platforms differ, they may be computed to other bits.
+        """
+        if self.belongs_to_later_loop:
             return
-        high, low = self._job.comm.maximum((digest, ~digest))
+        digest, samples = self._position.digest() or 0, -1 if self._job.platform.given_up else self._position.samples()
+        numbers = (digest, ~digest, samples, ~samples if samples >= 0 else _NO_SAMPLES)
+        high, low, most, least = self._job.comm.maximum(numbers)
         if high != ~low:
             raise ConfigError(self._position.why_differs())
+        if most >= 0 and most != ~least:
+            raise ConfigError(
+                f"workers have different samples in their datasets of {self._position.plan.num_samples}: every worker"
+                " must have all of them, not a part by its rank, and they must depend on nothing but the script's arguments"
+                " and random numbers that are seeded alike"
+            )
+
+    def _compare_samples(self, info: dict[str, Any]) -> None:
+        """Warn if some samples of the loop are not those that the checkpoint was made with, on the same platform."""
+        then, now, job = info.get("samples", -1), self._position.samples(), self._job
+        if then in (-1, now) or now < 0 or info.get("kind") != job.platform.properties:
+            return
+        warn_of_samples(job)
 
     def _find_data(self) -> None:
         """Find the restored position in a stream; meanwhile this worker does not count as stuck."""
@@ -163,6 +185,7 @@ class StateRestorer:
             self._begun_from = step
             loaded = job.checkpoints.load(step, self._trainable.wanted(job.comm.members))
             compare_with_checkpoint(job, loaded.info.get("kind", {}))
+            compare_hashes_with_checkpoint(job, loaded.info.get("hashes", {}))
             self._restore(loaded, keeps=True)
             return
         if self._initial is not None:
@@ -283,6 +306,8 @@ class StateRestorer:
             "totals": dataclasses.asdict(job.loops.totals),
             "changes": self._live_config.state(),
             "kind": job.platform.properties,
+            "hashes": hashes(),
+            **({"samples": digest} if (digest := self._position.samples()) >= 0 else {}),
             **({"framework": job.loops.describe()} if job.loops.describe is not None else {}),
             **({"link": job.committed.link} if job.committed.link else {}),
             **({} if (epoch := job.loops.script_epoch) is None else {"script_epoch": dataclasses.asdict(epoch)}),
@@ -351,6 +376,7 @@ class StateRestorer:
         if not self.belongs_to_later_loop:
             self._set_order(order_of_checkpoint(job, info["order"]))
             self._position.restore(info, loaded.state["ledger"], keep_slices=job.settings.slices > 0)
+            self._compare_samples(info)
             self._find_data()
             self.has_stopped = info.get("stopped", False)
             if info.get("ended", False):

@@ -1,0 +1,83 @@
+"""All workers train on the same data, also after a resume: Python's hashes are the same, and other data are noticed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jobs import run_report
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import json, os, sys
+import torch, holdfast
+from torch.utils.data import Dataset, TensorDataset
+
+kind, folder = sys.argv[1:]
+rank = int(os.environ["RANK"])
+words = [f"word {n}" for n in range(40)]
+numbers = {word: n for n, word in enumerate(set(words))}
+
+
+class Part(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(numbers[words[index * 2 + rank]]))
+
+
+data = TensorDataset(torch.tensor([[hash(word) % 50, numbers[word]] for word in words], dtype=torch.float32))
+if kind == "other":
+    data = TensorDataset(data.tensors[0] + 1)
+model = torch.nn.Linear(2, 1)
+session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=1e-5))
+for step in session.steps(Part() if kind == "part" else data, 4, epochs=2):
+    for x in step:
+        x = x if kind == "part" else x[0]
+        step.backward(model(x).mean())
+with open(f"{folder}/{kind}-{rank}", "w") as file:
+    json.dump([numbers, hash("a word")], file)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_hashes_are_the_same_at_all_workers_and_when_the_job_resumes_and_other_data_are_noticed(tmp_path, script):
+    how = ("-n", 2, "--fabric", "gloo", "--no-preload", "--checkpoint-dir", tmp_path / "c")
+
+    def numbered(kind):
+        return [json.loads((tmp_path / f"{kind}-{rank}").read_text()) for rank in range(2)]
+
+    run_report(tmp_path, *how, "--stop-after", 10, script, "same", tmp_path, exit_code=4, env={"PYTHONHASHSEED": "5"})
+    resumed = run_report(tmp_path, *how, "--resume", script, "same", tmp_path, env={"PYTHONHASHSEED": "6"})
+
+    said = "holdfast: PYTHONHASHSEED is 5 as when the checkpoint was made, and not 6 as in the environment"
+    assert resumed["_stderr"].count(said) == 1
+    output = resumed["_stdout"] + resumed["_stderr"]
+    assert "the data of this loop" not in output
+    assert "hash()" not in output
+    first, second = numbered("same")
+    assert first == second
+
+    (tmp_path / "c" / "step-00000020").rename(tmp_path / "end")
+    other = run_report(tmp_path, *how, "--resume", script, "other", tmp_path)
+    assert numbered("other") == [first, first], "the checkpoint's seed, not the job's"
+    output = other["_stdout"] + other["_stderr"]
+    assert "not exact: the data of this loop are not those that the checkpoint was made with" in output
+    assert other["replicas"]["identical"] is True
+
+
+def test_a_dataset_that_has_a_part_by_rank_is_refused_before_the_first_step(tmp_path, script):
+    report = run_report(tmp_path, "-n", 2, "--fabric", "gloo", script, "part", tmp_path, exit_code=93)
+
+    assert report["error"]["message"].startswith(
+        "workers have different samples in their datasets of 20: every worker must"
+    )
+    assert report["steps"] == 0
