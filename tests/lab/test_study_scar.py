@@ -603,6 +603,26 @@ def test_the_quick_study_runs_in_processes_of_its_own_and_draws_its_page(tmp_pat
     assert page.count("<figure>") >= 2
 
 
+def test_data_that_cannot_be_read_are_a_failure_with_all_that_needs_them_and_are_read_again(tmp_path, monkeypatch):
+    in_this_process(monkeypatch)
+    damaged = tmp_path / "train-images-idx3-ubyte.gz"
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(b"not a gzip file")
+    wanted = replace(options(tmp_path / "out", data=tmp_path), only=("mlr-fashion",))
+
+    first = carry_out(Scar(), wanted)
+    damaged.unlink()
+    second = carry_out(Scar(), wanted)
+
+    assert [one["task"].split(":")[0] for one in first["failed"]][:2] == ["pilot", "main"]
+    assert "as a gzip file" in first["failed"][0]["why"]
+    assert {one["why"] for one in first["failed"][1:]} <= {"its pilot failed"}
+    headline = next(claim for claim in first["claims"] if claim["claim"].startswith("SCAR (r = 1/8"))
+    assert headline["found"].startswith("failed: pilot: mlr-fashion: ConfigError: cannot read ")
+    assert second["failed"] == []
+    assert [(row["part"], row["status"]) for row in second["rows"]] == [("pilot", NOT_RUN)]
+
+
 def test_a_program_whose_data_are_missing_is_reported_and_the_others_are_run(tmp_path, monkeypatch):
     in_this_process(monkeypatch)
     wanted = replace(options(tmp_path / "out", data=tmp_path), only=("mlr-covertype", "quadratic"))

@@ -74,11 +74,19 @@ def command(answer: Answer) -> str:
         parts.append(f"--checkpoint-dir DIR --checkpoint-every {row['save_every']}")
     if row["name"] == "partial":
         parts.append(f"--mirror-every {question['mirror_every']}")
-    if question["spares"]:
-        parts.append(f"--spares {question['spares']}")
+    parts += _machines(question)
     if question["split"] != "slices":
         parts.append(f"--split {question['split']}")
     return " ".join([*parts, "..."])
+
+
+def _machines(question: Mapping[str, Any]) -> list[str]:
+    """Return the options for workers and spares: spare nodes have launchers of their own, and workers without a slice."""
+    spares, per_node = question["spares"], question["workers_per_node"]
+    if per_node == 1 or question["nodes"] == 1:
+        return [f"--spares {spares}"] if spares else []
+    nodes = question["nodes"] + -(-spares // per_node)
+    return [f"--fabric gloo --nnodes {nodes} -n {per_node}", *([f"--slices {question['workers']}"] if spares else [])]
 
 
 def reasons(answer: Answer) -> list[str]:

@@ -268,15 +268,15 @@ def carry_out(
 ) -> dict[str, Any]:
     """Execute the unfinished tasks, write ``results.json``, and return its contents.
 
+    A task that raises, or that returns a row whose status is :data:`FAILED`, has failed. It is noted with its reason in
+    the journal and under ``failed`` in the results, the others are executed, and the next call measures it again.
+
     Args:
         study: The study.
         options: Its options.
         say: Called with each progress line.
         tell: Called before each task with its name, the share of the time that has passed, and the seconds that are
             left, both estimated.
-
-    A task that raises, or that returns a row whose status is :data:`FAILED`, has failed. It is noted with its reason in
-    the journal and under ``failed`` in the results, the others are executed, and the next call measures it again.
 
     Raises:
         ConfigError: if the directory holds another study, or the same study with other settings.

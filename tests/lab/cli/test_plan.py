@@ -63,7 +63,7 @@ def test_partial_costs_further_steps_the_answer_says_so_and_the_command_does_wha
     price = "With partial each failure costs 4 further steps (0.25 x --mirror-every: holdfast study scar, half of"
     assert price in headline
     assert "holdfast run --strategy partial --checkpoint-dir DIR --checkpoint-every " in text
-    assert " --mirror-every 16 " in text
+    assert " --mirror-every 16 --fabric gloo --nnodes 33 -n 8 --slices 256 ..." in text  # a spare node beside 32
     assert "steps a failure costs" in text
     # 400 steps of 5 s at each failure that is survived: 85 % of those in 0.94 days
     assert free["goodput"] - dear["goodput"] == pytest.approx(400 * 5 * 0.85 / (0.9375 * 86_400), abs=0.006)

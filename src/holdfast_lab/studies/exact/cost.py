@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,8 @@ class TimedTraining:
         return [str(word) for word in [*words, "--block-s", self.block_s, "--out", out, "--variants", *self.variants]]
 
 
-def cost_tasks(networks: Sequence[str], seed: int, *, quick: bool) -> list[Task]:
-    """Return the tasks that time steps."""
+def cost_tasks(networks: Sequence[str], seed: int, rounds: int | None = None, *, quick: bool) -> list[Task]:
+    """Return the tasks that time steps, ``rounds`` blocks of each variant; None: the number of the design."""
     if quick:
         found = [
             TimedTraining(network=name, workers=2, share=share, rounds=4, block_s=0.1)
@@ -88,6 +88,7 @@ def cost_tasks(networks: Sequence[str], seed: int, *, quick: bool) -> list[Task]
             for workers in (2, 4)
             for share in SHARES
         ]
+    found = found if rounds is None else [replace(one, rounds=rounds) for one in found]
     return [
         Task(f"cost: {one.network}, {one.workers} workers, {one.slices} slices", partial(_time, one, seed))
         for one in found

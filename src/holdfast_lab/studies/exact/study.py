@@ -56,7 +56,7 @@ class Exact:
         networks = [options.model] if options.model else [QUICK_NETWORK] if options.quick else list(NETWORKS)
         tasks: list[Task] = []
         if COST in wanted:
-            tasks += cost_tasks(networks, options.seed, quick=options.quick)
+            tasks += cost_tasks(networks, options.seed, options.repetitions, quick=options.quick)
         if MEMORY in wanted:
             tasks += memory_tasks(networks, quick=options.quick)
         if GOODPUT in wanted:

@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -53,9 +53,10 @@ SMALL = TimedGuardTraining(name="mlp, 26 thousand parameters")
 LARGE = TimedGuardTraining(name="mlp, 8.4 million parameters", size=256, samples=256)
 
 
-def cost_tasks(seed: int, *, quick: bool) -> list[Task]:
-    """Return the tasks that time steps."""
-    timed = (TimedGuardTraining(name=SMALL.name, blocks=6),) if quick else (SMALL, LARGE)
+def cost_tasks(seed: int, blocks: int | None = None, *, quick: bool) -> list[Task]:
+    """Return the tasks that time steps, ``blocks`` of each variant; None: the number of the design."""
+    timed = [TimedGuardTraining(name=SMALL.name, blocks=6)] if quick else [SMALL, LARGE]
+    timed = timed if blocks is None else [replace(one, blocks=blocks) for one in timed]
     return [Task(f"cost: {one.name}", partial(_task, one, seed)) for one in timed]
 
 

@@ -63,7 +63,7 @@ class Guard:
         wanted = options.only or ONLY
         chosen = [part for part in _parts(options) if ("clean" if part.clean else FLIPS) in wanted]
         tasks = [Task(part.name, partial(_campaign, options, part)) for part in chosen]
-        return tasks + (cost_tasks(options.seed, quick=options.quick) if COST in wanted else [])
+        return tasks + (cost_tasks(options.seed, options.repetitions, quick=options.quick) if COST in wanted else [])
 
     def left_out(self, options: Options) -> list[str]:
         """See :meth:`Study.left_out`."""

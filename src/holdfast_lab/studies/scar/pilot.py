@@ -25,6 +25,10 @@ _WIDER = (1, 2, 4)
 """Multiples of a program's window to try, until the loss falls by more than its noise."""
 
 
+class ProgramCannotRun(ConfigError):
+    """A program cannot be run with these settings: a finding, which another run would repeat."""
+
+
 def pilot(course: ProgramRun) -> list[Row]:
     """Run without failures, and return a row with the levels of the loss and the skew of the drift.
 
@@ -77,7 +81,7 @@ def _levels(runs: Sequence[Sequence[float]], course: ProgramRun) -> tuple[list[f
         # A level that some seeds do not reach would measure the seed, not the failure.
         if found := [level for level in reached if all(math.isfinite(kappa(run, level, window)) for run in runs)]:
             return found, window
-    raise ConfigError(
+    raise ProgramCannotRun(
         f"{course.name}: no level of the loss is reached with every seed; run the pilot for more iterations"
     )
 

@@ -19,11 +19,12 @@ from holdfast_lab.studies.scar.live import live_claims, live_tasks
 from holdfast_lab.studies.scar.page import sections
 from holdfast_lab.studies.scar.perturbation_each import kind_rows
 from holdfast_lab.studies.scar.perturbation_rows import cost_rows
-from holdfast_lab.studies.scar.pilot import at_rate, pilot, with_levels
+from holdfast_lab.studies.scar.pilot import ProgramCannotRun, at_rate, pilot, with_levels
 from holdfast_lab.studies.scar.programs import ENTRIES, NOT_READ, REPLACED, ProgramEntry, make, policies_of
 from holdfast_lab.studies.scar.rows import AT_BEST
 from holdfast_lab.studies.scar.save import held_claims, held_tasks
 from holdfast_lab.studies.scar.trials import Policies, ProgramRun, trial, trial_of_several
+from holdfast_lab.workloads.data.base import DataMissing
 
 _TRIALS = 100
 """Number of trials over all failures, and of trials with a failure after the first full save."""
@@ -216,7 +217,7 @@ class _Plan:
     def _pilot(self, course: ProgramRun, known: Sequence[Row]) -> list[Row]:
         try:
             return self._workers.rows(pilot, [_at_rate(course, known)])
-        except ConfigError as error:  # missing data, or no convergence: other programs can still run
+        except (DataMissing, ProgramCannotRun) as error:
             return [{"part": "pilot", "status": NOT_RUN, "program": course.name, "why": str(error)}]
 
     def _trials(
@@ -245,7 +246,7 @@ class _Plan:
         course = self._course(entry, entry.name)
         try:
             rows = self._workers.rows(partial(at_rate, course), _TIMES_THE_RATE)
-        except ConfigError as error:
+        except (DataMissing, ProgramCannotRun) as error:
             return [{"part": "rate", "status": NOT_RUN, "program": entry.name, "why": str(error)}]
         least = min((row["loss"] for row in rows if row["loss"] is not None), default=None)
         if least is None:
@@ -287,7 +288,7 @@ def _at_rate(course: ProgramRun, known: Sequence[Row]) -> ProgramRun:
     if not any(row["part"] == "rate" and row["program"] == name for row in known):
         raise EarlierPartFailed("the sweep of learning rates failed")
     if not rates:
-        raise ConfigError("no best learning rate is known, because the sweep of learning rates failed")
+        raise ProgramCannotRun("no best learning rate is known, because the sweep of learning rates failed")
     return replace(course, make=partial(course.make, learning_rate=rates[0]))
 
 
