@@ -145,9 +145,15 @@ class Slurm:
         """Run ``scancel`` on a job."""
         self._run("scancel", *options, str(job))
 
-    def start_now(self, job):
-        """Let a requeued job begin, which Slurm would delay."""
-        self._run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    def start_again(self, job, within_s):
+        """Wait until a job that was requeued runs again; Slurm would let it wait for two minutes."""
+
+        def runs():
+            if self.facts(job)["JobState"] == "PENDING" and int(self.facts(job)["Restarts"]):
+                self._run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            return self.facts(job)["JobState"] == "RUNNING" and int(self.facts(job)["Restarts"])
+
+        self.wait_for(runs, f"job {job} runs again", within_s, lambda: self.output(job))
 
     def output(self, job):
         """Return what a job has printed so far."""

@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
-from holdfast.comm.start_wait import LIMIT_S, USUAL, StartLimit, StartWait, named, say
+from holdfast.comm.start_wait import LIMIT_S, LONGEST_NAP_S, USUAL, StartLimit, StartWait, named, say
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
@@ -221,10 +221,16 @@ class JoinedGroup:
             present = present if self._may_begin(present) else []
             place.set(self._key("present"), json.dumps([present, missing]))
         if not present:
+            self._let_others_hear()
             raise wait.not_started(missing)
         if group.rank not in present:
             raise wait.not_started([group.rank], "the others have begun without it")
         return present
+
+    def _let_others_hear(self) -> None:
+        """Give the others the time to read what this process has published, before it ends with what it hosts."""
+        if self.group.rank == 0 or self._hub is not None:
+            time.sleep(2 * LONGEST_NAP_S)
 
     def _taken(self) -> StoreLost:
         group = self.group
@@ -287,7 +293,7 @@ class JoinedGroup:
                 raise self._wait.not_started([rank])
             return bytes(place.get(key))
         except RuntimeError as error:
-            raise StoreLost(f"the meeting place of {self.group.launcher}, in rank 0, is gone: {error}") from error
+            raise self._wait.ended(f"rank 0, where all meet, has ended: {str(error).splitlines()[0]}") from error
 
     def _key(self, name: str) -> str:
         return f"holdfast/{self.group.job}/{self.group.size}/{self.group.attempt}/{name}"
@@ -300,6 +306,8 @@ class JoinedGroup:
         awaited = list(self.ranks)
 
         def have_joined() -> bool:
+            if store.lost:
+                raise self._wait.ended(f"rank 0 has failed: {store.lost}")
             while awaited and store.get(f"alive/{awaited[-1]}") is not None:  # not all ranks at each of as many changes
                 awaited.pop()
             return not awaited or store.get("roll") is not None
@@ -309,9 +317,11 @@ class JoinedGroup:
 
         is_complete = self._wait.until(have_joined, lambda: named(missing()), says=group.rank == self.ranks[0])
         present = self.ranks if is_complete else [rank for rank in self.ranks if rank not in missing()]
-        store.create("roll", json.dumps(present if self._may_begin(present) else []))
+        if store.get("roll") is None:
+            store.create("roll", json.dumps(present if self._may_begin(present) else []))
         begins = json.loads(store.get("roll") or "[]")
         if group.rank not in begins:
+            self._let_others_hear()
             raise (
                 self._wait.not_started([group.rank], "the others have begun without it")
                 if begins

@@ -22,7 +22,7 @@ from holdfast.side_work import run_aside
 LIMIT_S = Phase.JOINING.value.fixed_s
 """How long processes wait for each other at the start, unless ``HOLDFAST_START_TIMEOUT_S`` is set."""
 _FIRST_LINE_S, _LINE_EVERY_S = 10.0, 30.0
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.02, 0.5
+_SHORTEST_NAP_S, LONGEST_NAP_S = 0.02, 0.5
 _MOST_NAMED = 8
 _PROBE_S = 5.0
 
@@ -87,7 +87,7 @@ class StartWait:
                 self._due_s = _LINE_EVERY_S * (waited_s // _LINE_EVERY_S + 1)
                 line = self._line(waited_s, awaited())
                 run_aside("saying what this rank waits for", functools.partial(say, line), None)
-            time.sleep(min(max(waited_s / 20, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+            time.sleep(min(max(waited_s / 20, _SHORTEST_NAP_S), LONGEST_NAP_S))
         return True
 
     def _line(self, waited_s: float, awaited: str) -> str:
@@ -109,10 +109,14 @@ class StartWait:
         if self._group.leaves_survivors and missing and missing[0]:
             hint = "; HOLDFAST_MIN_WORKERS=N begins without those that are missing, if N processes are there"
         because = f": {why}" if why else ""
-        error = NotStarted(
+        return self.ended(
             f"{named(missing)}{self._whose} did not join within {self.limit.limit_s:g} s"
             f" (HOLDFAST_START_TIMEOUT_S){because}{hint}"
         )
+
+    def ended(self, why: str) -> NotStarted:
+        """Return the error of a job that ends before it has begun."""
+        error = NotStarted(why)
         _end_with_one_line(error, self._group.rank)
         return error
 
