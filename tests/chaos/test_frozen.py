@@ -398,8 +398,39 @@ def test_without_a_launcher_ranks_of_init_process_group_do_not_wait_for_one_that
     )
 
     assert done.returncode
-    assert "Timeout (0:00:05)!" in done.stderr
+    assert "Timeout (0:00:06)!" in done.stderr
+    assert "rank 0 ends; it waited for processes that have not called MPI_Init of 2 processes of mpirun" in done.stderr
     assert "init_process_group" in done.stderr
+
+
+DIES_BEFORE_MPI = """
+import os, signal
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+import torch, holdfast
+model = torch.nn.Linear(2, 1)
+session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in session.steps(torch.utils.data.TensorDataset(torch.ones(8, 2)), 4, epochs=1):
+    pass
+"""
+
+
+def test_a_rank_of_a_bare_mpirun_that_dies_before_mpi_init_is_named_after_10_s_and_at_the_limit(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(DIES_BEFORE_MPI)
+    done = subprocess.run(
+        [*MPIRUN, "-n", "2", sys.executable, script],
+        env=clean_env(TMPDIR=str(tmp_path), HOLDFAST_START_TIMEOUT_S="11"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode
+    who = "rank 1 of 2 processes of mpirun, which no longer runs"
+    assert f"holdfast: for 10 s rank 0 waits for {who}; after 11 s (HOLDFAST_START_TIMEOUT_S)" in done.stderr
+    assert f"holdfast: after 11 s rank 0 ends; it waited for {who};" in done.stderr
 
 
 JOINS = """

@@ -140,7 +140,7 @@ def report_a_dead_rank(tmp_path, monkeypatch):
     """The thread of a process that watches the others: it reports a death to them, even if it cannot print."""
     reported = []
     group = SurvivingGroup.__new__(SurvivingGroup)
-    group.group, group._dead = SimpleNamespace(rank=0, size=3), set()
+    group.group, group.ranks, group._dead = SimpleNamespace(rank=0, size=3), [0, 1, 2], set()
     group._store = SimpleNamespace(create=lambda key, value: reported.append(key))
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=raises))
     group._report(1)
