@@ -211,21 +211,31 @@ class JoinedGroup:
         if group.rank:
             place.set(self._key(f"here/{group.rank}"), "-" if group.is_local else _route_to(group.host))
             wait.restart(wait.limit.limit_s + _CONNECT_S)  # rank 0, which says who is missing, may have begun later
-            present, missing = json.loads(self._read("present", says=False))
+            published = self._read("present", says=False)
         else:
-            keys = {rank: self._key(f"here/{rank}") for rank in range(1, group.size)}
-            absent = lambda: [rank for rank, key in keys.items() if not place.check([key])]  # noqa: E731
-            is_complete = wait.until(lambda: place.check(list(keys.values())), lambda: named(absent()))
-            missing = [] if is_complete else absent()
-            present = sorted(set(range(group.size)).difference(missing))
-            present = present if self._may_begin(present) else []
-            place.set(self._key("present"), json.dumps([present, missing]))
+            published = self._present().encode()
+            place.set(self._key("present"), published.decode())
+        present: list[int]
+        present, missing = json.loads(published)
         if not present:
             self._let_others_hear()
             raise wait.not_started(missing)
         if group.rank not in present:
             raise wait.not_started([group.rank], "the others have begun without it")
         return present
+
+    def _present(self) -> str:
+        """In rank 0: wait for the others; return the processes that begin, and those that are missing."""
+        size, place = self.group.size, self._rendezvous
+        keys = {rank: self._key(f"here/{rank}") for rank in range(1, size)}
+
+        def absent() -> list[int]:
+            return [rank for rank, key in keys.items() if not place.check([key])]
+
+        is_complete = self._wait.until(lambda: place.check(list(keys.values())), lambda: named(absent()))
+        missing = [] if is_complete else absent()
+        present = sorted(set(range(size)).difference(missing))
+        return json.dumps([present if self._may_begin(present) else [], missing])
 
     def _let_others_hear(self) -> None:
         """Give the others the time to read what this process has published, before it ends with what it hosts."""
