@@ -295,6 +295,7 @@ class Session:
             job.loops.end(plan.epochs)
             return
         self._training = True
+        self._declared.clear()
         _sessions.append(self)
         job.loops.first_step = job.step
         run = loop.run = TrainingLoop(
