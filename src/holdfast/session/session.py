@@ -354,7 +354,6 @@ class Session:
                 Pipeline or Sharded model it is complete after training only.
 
         Raises:
-            ConfigError: if the package ``safetensors`` is needed and not installed.
             CheckpointError: if the file cannot be written.
         """
         self._declare("save")
