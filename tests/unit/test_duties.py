@@ -155,7 +155,7 @@ def test_a_worker_that_dies_after_training_may_have_had_to_write(victim):
     ("victim", "calls", "is_done"),
     [
         (1, [asked(0, True), asked(2, False)], True),
-        (1, [asked(0, True, in_loop=True)], True),
+        (1, [asked(0, True, in_loop=True)], False),  # after the loop each worker may write
         (0, [asked(1, False), asked(2, False)], False),  # the survivors had been told that rank 0 would do it
         (0, [asked(1, False, in_loop=True)], False),
         (0, [saved(1), saved(2)], True),
@@ -168,6 +168,11 @@ def test_a_script_that_says_who_writes_loses_nothing_by_the_death_of_another(vic
     said = late(victim, *calls)
 
     assert isinstance(said, JobCompleted) == is_done, said
+
+
+def test_what_was_asked_between_two_loops_says_nothing_about_the_end():
+    """The lead printed a figure of each epoch; in the end each worker writes."""
+    assert isinstance(late(1, asked(0, True), *(replace(started(rank), t_s=9.2) for rank in range(3))), JobBroken)
 
 
 def test_a_worker_whose_death_the_others_have_recovered_from_is_no_late_loss():

@@ -44,8 +44,13 @@ class LongWaits:
         if current is None or self._shown is not None or now_s - current.begun_s <= self._limit_s:
             return
         self._shown, group = current, current.group
-        how = {"signature": current.signature or current.what, "where": _line_of_script()}
-        wait = CollectiveAwaited(what=current.what, group=group.key, number=group.completed, **how)
+        wait = CollectiveAwaited(
+            what=current.what,
+            signature=current.signature or current.what,
+            where=_line_of_script(),
+            group=group.key,
+            number=group.completed,
+        )
         self._publish(wait, group.alive)
 
 

@@ -37,6 +37,8 @@ class Duties:
         match record:
             case RunStarted():
                 self._is_distributed = is_distributed(record)
+                if not self._is_distributed:  # what was said before this loop says nothing about what follows it
+                    self._declared.pop(record.rank, None)
             case SeatTaken(seat=0):
                 self.holder = record.worker
             case WriterDeclared():
@@ -76,12 +78,9 @@ class Duties:
         )
 
     def _missing_after_training(self, ended_well: Collection[int], died_late: Collection[int]) -> str:
-        calls = self._calls(ended_well)
-        writes_all = any(call.how == "save" for call in calls)
-        asks = any(call.how == "is_lead" for call in calls)
-        asks_later = any(call.how == "is_lead" and not call.in_loop for call in calls)
+        said = {call.how for call in self._calls(ended_well) if not call.in_loop}
         lead_died = min(died_late) < min(ended_well)
-        if (writes_all and not asks_later) or (asks and not lead_died):
+        if said == {"save"} or ("is_lead" in said and not lead_died):
             return ""
         ranks = f"worker{'s' * (len(died_late) > 1)} {listing(sorted(died_late))}"
         was = "was" if len(died_late) == 1 else "were"

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save as safetensors
 from torch import nn
 
-from holdfast.errors import CheckpointError, ConfigError
+from holdfast.errors import CheckpointError
 
 SAFETENSORS = ".safetensors"
 
@@ -29,7 +30,6 @@ def save_atomically(obj: Any, path: Path, rank: int) -> None:
         rank: This worker, so that no two write the same temporary file.
 
     Raises:
-        ConfigError: if the package ``safetensors`` is needed and not installed.
         CheckpointError: if the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.tmp-{rank}")
@@ -37,7 +37,7 @@ def save_atomically(obj: Any, path: Path, rank: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("wb") as file:
             if path.suffix == SAFETENSORS:
-                file.write(_safetensors(obj))
+                file.write(safetensors({name: tensor.contiguous() for name, tensor in obj.items()}))
             else:
                 torch.save(obj, file)
             file.flush()
@@ -45,14 +45,3 @@ def save_atomically(obj: Any, path: Path, rank: int) -> None:
         draft.replace(path)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _safetensors(tensors: Any) -> bytes:
-    try:
-        from safetensors.torch import save
-    except ImportError as error:
-        raise ConfigError(
-            f"a name that ends in {SAFETENSORS} needs the package safetensors: pip install safetensors, or choose another"
-            " suffix, such as .pt"
-        ) from error
-    return bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))

@@ -295,6 +295,7 @@ class Session:
             job.loops.end(plan.epochs)
             return
         self._training = True
+        self._declared.clear()
         _sessions.append(self)
         job.loops.first_step = job.step
         run = loop.run = TrainingLoop(
@@ -353,7 +354,6 @@ class Session:
                 Pipeline or Sharded model it is complete after training only.
 
         Raises:
-            ConfigError: if the package ``safetensors`` is needed and not installed.
             CheckpointError: if the file cannot be written.
         """
         self._declare("save")
