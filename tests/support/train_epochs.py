@@ -82,7 +82,8 @@ class Script:
         return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())).hexdigest()[:16]
 
     def train_epoch(self):
-        Path(f"{os.environ.get('HOLDFAST_RUN_DIR', '.')}/loop-{self.loader.session.rank}").touch()
+        if "HOLDFAST_RUN_DIR" in os.environ:
+            Path(os.environ["HOLDFAST_RUN_DIR"], f"loop-{self.loader.session.rank}-{self.loader.step}").touch()
         try:
             for inputs, targets in self.loader:
                 self.optimizer.zero_grad()
@@ -131,9 +132,7 @@ class Script:
                             for parameter in self.model.parameters():
                                 parameter.zero_()
                     if what == "term-late":
-                        for entered in Path(os.environ["HOLDFAST_RUN_DIR"]).glob("loop-*"):
-                            entered.unlink()
-                        wait_for(lambda: list(Path(os.environ["HOLDFAST_RUN_DIR"]).glob("loop-*")))
+                        wait_for(lambda: list(Path(os.environ["HOLDFAST_RUN_DIR"]).glob(f"loop-*-{step}")))
                         time.sleep(0.5)
                     if what != "wait":
                         os.kill(launcher, signal.SIGTERM)

@@ -110,6 +110,7 @@ class LoopEnd:
     step: int  # number of steps that it contains
     content: WritePlan | None  # the state; None where other workers keep it
     info: dict[str, Any]  # metadata of its checkpoint
+    finished: tuple[Finished, ...]  # the records of this process about the end of the loop
 
 
 @dataclass(slots=True)

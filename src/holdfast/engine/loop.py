@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm import OrderedAllReduce, device_of, make_allreduce
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.loader import DataSource
@@ -27,7 +26,7 @@ from holdfast.engine.recovery_log import RecoveryLog
 from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
 from holdfast.engine.run_log import RunLog
 from holdfast.engine.vote import CommitVote, MinMax, has_all_left, has_left, leaver_line, leaver_vote
-from holdfast.errors import CheckpointError, ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
+from holdfast.errors import ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.integrity.certificate import begin_certificate
 from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.models.trainable import Trainable
@@ -65,6 +64,7 @@ from holdfast.recovery.protocol import ProtocolState
 from holdfast.session.step import Step
 from holdfast.state.admission import Admission
 from holdfast.state.catch_up import EarlyTransfer
+from holdfast.state.loop_end import check_saved
 from holdfast.state.restorer import StateRestorer
 from holdfast.state.store_loss import launcher_died, turn
 
@@ -224,7 +224,9 @@ class TrainingLoop:
 
     def keep_end(self) -> None:
         """Keep the state after the last committed step, which is the last one of this loop, until the next loop begins."""
-        self._job.loops.at_end = self._restorer.copy_end(has_stopped=self.is_stopping)
+        job = self._job
+        ends = self._log.ends("done", self._trainable.sha256s(job.comm.local_ranks), self.account())
+        job.loops.at_end = self._restorer.copy_end(ends, has_stopped=self.is_stopping)
 
     def _compute(self, step: int) -> Generator[Step, None, Event]:
         """Let the script compute a step. In a model that is split, workers need each other to begin and to finish."""
@@ -429,16 +431,7 @@ class TrainingLoop:
         for outcome in outcomes:
             self._log.saved(outcome)
         if at_gate and self._status.outcome != "done" and job.is_lead and not self._restorer.belongs_to_later_loop:
-            self._check_saved(outcomes)
-
-    def _check_saved(self, outcomes: list[WriteResult]) -> None:
-        """Make sure that training does not stop before the state it stops with has been saved."""
-        step = self._job.step
-        if any(outcome.saved is not None and outcome.step == step for outcome in outcomes):
-            return
-        errors = [str(outcome.error) for outcome in outcomes if outcome.step == step and outcome.error is not None]
-        why = errors[0] if errors else "no worker wrote it"
-        raise CheckpointError(f"training stops before step {step}, but its state could not be saved: {why}")
+            check_saved(job.step, outcomes)
 
     def _stop_without_store(self, lost: StoreLost) -> NoReturn:
         """Save the state before the step in progress, unless it is saved, and stop: the membership store is lost.
@@ -485,7 +478,7 @@ class TrainingLoop:
             self._log.hashed(job.step, job.committed.link, self._certificate.hash_end())
         self._log.finished(self._status.outcome, trainable.sha256s(job.comm.local_ranks), self.account())
         if self._status.outcome == "done":
-            self.keep_end()
+            job.loops.at_end = self._restorer.copy_end(job.loops.finished, has_stopped=self.is_stopping)
         self._log.mark("script")
         job.pending.notes &= ~Note.STOP
         if self._status.outcome == "gave-up":

@@ -272,7 +272,12 @@ class RunLog:
         )
 
     def finished(self, outcome: str, sha256s: Mapping[int, tuple[str, str]], account: SampleCounts) -> None:
-        """This worker passed the final gate; the job context keeps the records.
+        """This worker passed the final gate; the job context keeps the records. The arguments are those of :meth:`ends`."""
+        job = self._job
+        job.loops.finished = [job.log.write(record) for record in self.ends(outcome, sha256s, account)]
+
+    def ends(self, outcome: str, sha256s: Mapping[int, tuple[str, str]], account: SampleCounts) -> list[Finished]:
+        """Return the records of the end of a loop, without stamps.
 
         Args:
             outcome: See :class:`Finished`.
@@ -280,21 +285,19 @@ class RunLog:
             account: The account of the samples.
         """
         job = self._job
-        job.loops.finished = [
-            job.log.write(
-                Finished(
-                    rank=rank,
-                    outcome=outcome,
-                    sha256=sha256s[rank][0],
-                    state_sha256=sha256s[rank][1],
-                    planned=account.planned,
-                    committed=account.committed,
-                    lost=account.lost,
-                    repeated=account.repeated,
-                    metrics=job.committed.metrics,
-                    checkpoint="" if outcome == "done" else str(job.checkpoints.url),
-                    link=job.committed.link,
-                )
+        return [
+            Finished(
+                rank=rank,
+                outcome=outcome,
+                sha256=sha256s[rank][0],
+                state_sha256=sha256s[rank][1],
+                planned=account.planned,
+                committed=account.committed,
+                lost=account.lost,
+                repeated=account.repeated,
+                metrics=job.committed.metrics,
+                checkpoint="" if outcome == "done" else str(job.checkpoints.url),
+                link=job.committed.link,
             )
             for rank in job.comm.local_ranks
         ]

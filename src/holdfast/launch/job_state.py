@@ -414,7 +414,9 @@ class JobState:
             return JobBroken(missing)
         if passed or gave_up:
             # workers that stopped on request, between two loops, may leave too few in the next loop
-            return JobCompleted(min(gave_up or passed, key=lambda word: (word.outcome != "stopped", word.rank)))
+            return JobCompleted(
+                min(gave_up or passed, key=lambda word: (word.outcome != "stopped", -word.step, word.rank))
+            )
         if not start.begun and not start.ended and crash:
             return JobLost(crash)
         if not start.begun and not start.ended:

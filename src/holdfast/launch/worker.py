@@ -126,7 +126,7 @@ def run_script(words: Sequence[str]) -> NoReturn:
                 _leave(STOPPED)
             if end.code:
                 raise
-        _check_trained()
+        exit_code = _check_trained()
     except BaseException as error:
         if (lost := device_loss(error)) is not None:
             _end_without_device(lost, _line_in(error.__traceback__, script))
@@ -273,8 +273,11 @@ def _set_torchrun_variables(settings: Settings) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def _check_trained() -> None:
+def _check_trained() -> int:
     """Let the session, if any, check whether the script left it too early; leave the process group, if any.
+
+    Returns:
+        The exit code: that of a script that has ended in order, though it may have been stopped.
 
     Raises:
         ScriptError: if the script ended in the middle of training.
@@ -285,6 +288,7 @@ def _check_trained() -> None:
     engine = sys.modules.get("holdfast.distributed.comm_thread")
     if engine is not None:
         engine.leave()
+    return 0 if session is None else int(session.exit_code())
 
 
 def _end_without_device(lost: DeviceLost, where: str) -> NoReturn:

@@ -13,6 +13,8 @@ from holdfast.records.paths import stop_path
 from holdfast.recovery.messages import Note
 from holdfast.state.loop_end import save_end
 
+_stopped: list[JobContext] = []
+"""The job whose state was saved between two loops on SIGTERM."""
 _jobs: list[JobContext] = []
 """Jobs of this process that the end of the script must find complete, and saved."""
 
@@ -47,18 +49,33 @@ def on_sigterm(job: JobContext, *, has_own: bool = False) -> None:
     if run_dir and not isinstance(job.comm, VirtualCommunicator) and not stop_path(Path(run_dir)).exists():
         job.pending.leaves = True
         return
-    if job.loops.at_end is None:
+    end = job.loops.at_end
+    if end is None:
         job.pending.notes |= Note.LEAVE
         return
     save_end(job)
-    job.loops.at_end = None
-    for record in job.loops.finished:
+    _stopped[:] = [job]
+    for record in end.finished:
         job.log.write(
             dataclasses.replace(record, t_s=job.clock.now_s(), outcome="stopped", checkpoint=str(job.checkpoints.url))
         )
     if not has_own:
-        # Open MPI reports only a process that ends with 0 to workers which are in the next loop already.
-        raise SystemExit(4 if job.comm.has_atomic_shrink else 0)
+        raise SystemExit(exit_code())
+
+
+def exit_code() -> int:
+    """Return the exit code of a script that has ended in order: 4 if it was stopped between two loops.
+
+    Other workers may be in the next loop already, and wait. Membership stores report to them a process that does not end
+    with 0; Open MPI reports one that does.
+    """
+    return 4 if _stopped and _stopped[0].comm.has_atomic_shrink else 0
+
+
+def note_stop(job: JobContext) -> None:
+    """At the start of a loop, find out whether all workers are to stop: a handler of the script may have taken the signal."""
+    if job.settings.run_dir and stop_path(Path(job.settings.run_dir)).exists():
+        job.pending.notes |= Note.LEAVE
 
 
 def check_and_save() -> None:

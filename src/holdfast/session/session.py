@@ -23,17 +23,26 @@ from holdfast.engine.loop import Pause, TrainingLoop
 from holdfast.errors import ConfigError, InternalError, ScriptError
 from holdfast.models.buffers import BufferChoices
 from holdfast.models.loss import check_name
-from holdfast.models.part import ModelPart, Stateful
+from holdfast.models.part import Stateful
 from holdfast.models.trainables import make_trainable
 from holdfast.records.types import WriterDeclared
-from holdfast.session import gradient_hook
+from holdfast.session import gradient_hook, script_end
 from holdfast.session.connecting import check_device, connect_job
 from holdfast.session.launched import as_launched
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
+from holdfast.session.owned_loops import OwnedLoops
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.saving import model_state, save_atomically
-from holdfast.session.script_end import check_and_save, forget_jobs, note_job, on_sigterm, passed_line, save_at_end
+from holdfast.session.script_end import (
+    check_and_save,
+    forget_jobs,
+    note_job,
+    note_stop,
+    on_sigterm,
+    passed_line,
+    save_at_end,
+)
 from holdfast.session.script_epochs import epochs_left, loading_loop
 from holdfast.session.step import Step
 from holdfast.state.catch_up import catch_up_first, join_training
@@ -43,7 +52,7 @@ _sessions: list[Session] = []
 """Sessions with an open loop: one that was left early must be found at exit even if the script has dropped it."""
 
 
-class Session:
+class Session(OwnedLoops):
     """Fault-tolerant training: every step is committed on all workers or on none.
 
     ::
@@ -303,6 +312,7 @@ class Session:
         )
         after = (lambda has_own: on_sigterm(job, has_own=has_own)) if job.loops.may_save_outside else None
         with notice.answered(lambda: on_sigterm(job), after):
+            note_stop(job)
             try:
                 yield from run.drive()
             except SystemExit:  # this worker has left, or all have stopped: training ends here
@@ -405,94 +415,6 @@ class Session:
         """Means over the samples of the last committed step, the same on every worker that logged them."""
         return {} if self._job is None else dict(self._job.committed.metrics)
 
-    # -- for loops that the script owns, see `holdfast.session.prepared`
-
-    def part_of_script(self) -> ModelPart:
-        """Return the model with its optimizer, which the script's loop steps.
-
-        Raises:
-            ConfigError: if a setting needs the session to run the optimizer.
-        """
-        if self._settings.update == "eager":
-            raise ConfigError(
-                "--overlap-optimizer cannot be used with holdfast.prepare, where the loop itself runs the optimizer; leave"
-                " it out"
-            )
-        assert self._trainable.whole is not None
-        return self._trainable.whole
-
-    def open_loop(self, loader: Any) -> OpenedLoop:
-        """Connect to the other workers, and return one pass over a loader; for the errors see :meth:`steps`."""
-        if application.looks is not None:
-            raise ConfigError("holdfast doctor cannot inspect a loop of holdfast.prepare; it inspects session.steps")
-        return self._open(loader)
-
-    def begin_at(
-        self,
-        step: int,
-        epoch: int,
-        offset: int,
-        *,
-        slices: int = 0,
-        order: str = "",
-        describe: Callable[[], dict[str, Any]] | None = None,
-    ) -> None:
-        """Let the next loop continue a job of which a framework has loaded the state.
-
-        Args:
-            step: Steps that it had committed.
-            epoch: Number of the next loop's epoch.
-            offset: Samples of that epoch that committed steps have consumed.
-            slices: Its number of slices, which this job takes over unless its settings have one.
-            order: Its order of additions, likewise; "" if that is unknown.
-            describe: Returns the framework's state as plain JSON; it is saved with each checkpoint.
-        """
-        job = self._connect()
-        job.committed.step, job.loops.epoch, job.loops.offset = step, epoch, offset
-        job.loops.slices = job.loops.slices or slices
-        job.loops.order = job.loops.order or order
-        job.loops.describe = describe
-
-    @property
-    def loop_numbers(self) -> tuple[int, int]:
-        """Number of the current loop, and of its first epoch."""
-        loops = self._connect().loops
-        return loops.number, loops.epoch
-
-    @property
-    def job_name(self) -> str:
-        """A name of this run that no other has; "" without a launcher."""
-        return f"{self._settings.run_dir} {self._settings.origin_s}" if self._settings.run_dir else ""
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices of a mini-batch, once a loop has begun."""
-        return self._connect().loops.slices
-
-    def position(self, loop: OpenedLoop) -> dict[str, Any]:
-        """Return where the job is after the last committed step, as plain JSON, and the settings that this depends on.
-
-        Args:
-            loop: The current or last loop, which has begun.
-        """
-        assert loop.run is not None
-        ended = {"epoch": loop.job.loops.epoch, "offset": 0} if loop.is_over else {}
-        return {"step": loop.job.step, **loop.run.position(), **ended}
-
-    def drive(self, loop: OpenedLoop) -> Iterator[Step | Pause]:
-        """Yield the steps of a pass, and its pauses."""
-        return self._train(loop, pauses=True)
-
-    def note_busy(self, *, busy: bool) -> None:
-        """Tell the health monitor that the script's own work begins or ends; see :meth:`busy`."""
-        self._connect().beacon.publish_busy(busy=busy)
-
-    def reach(self, phase: str) -> None:
-        """Report that a framework is in one of :data:`holdfast.faults.kinds.SCRIPT_PHASES`, where a planned fault may strike."""
-        job = self._connect()
-        for rank in job.comm.local_ranks:
-            job.faults.reach(phase, job.step, rank)
-
     def check_finished(self) -> None:
         """Check that no loop was left before its end.
 
@@ -521,6 +443,11 @@ def at_exit() -> None:
             session.ends_loop()
         session.check_finished()
     check_and_save()
+
+
+def exit_code() -> int:
+    """Return the exit code of a script that has ended in order; see :func:`holdfast.session.script_end.exit_code`."""
+    return script_end.exit_code()
 
 
 def has_taken_over() -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from holdfast.checkpoint.writer import WriteResult
 from holdfast.engine.context import JobContext
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError
@@ -29,6 +31,19 @@ def keepers(job: JobContext) -> tuple[int, ...]:
 def lone_attempt(job: JobContext) -> int:
     """Return a number for a checkpoint that this worker writes alone: others may have failed during theirs."""
     return job.comm.generation + 1 + job.comm.local_ranks[0]
+
+
+def check_saved(step: int, outcomes: Sequence[WriteResult]) -> None:
+    """Make sure that training does not stop before the state it stops with has been saved.
+
+    Raises:
+        CheckpointError: if no outcome is of a complete checkpoint of ``step``.
+    """
+    if any(outcome.saved is not None and outcome.step == step for outcome in outcomes):
+        return
+    errors = [str(outcome.error) for outcome in outcomes if outcome.step == step and outcome.error is not None]
+    why = errors[0] if errors else "no worker wrote it"
+    raise CheckpointError(f"training stops before step {step}, but its state could not be saved: {why}")
 
 
 def save_end(job: JobContext) -> None:

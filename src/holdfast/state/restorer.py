@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.checkpoint import LoadedCheckpoint, take
@@ -25,6 +26,7 @@ from holdfast.integrity.sdc_guard import HealSnapshot, SdcGuard
 from holdfast.integrity.snapshots import copied
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
+from holdfast.records.types import Finished
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.admission import Admission
 from holdfast.state.hash_seed import compare_hashes_with_checkpoint, hashes
@@ -267,7 +269,7 @@ class StateRestorer:
             checkpoints.save_alone(self._job.step, content, self._info(), lone_attempt(self._job)),
         ]
 
-    def copy_end(self, *, has_stopped: bool) -> LoopEnd | None:
+    def copy_end(self, finished: Sequence[Finished], *, has_stopped: bool) -> LoopEnd | None:
         """Return a copy of the state at the end of this loop, whatever the script does to the model afterwards.
 
         None if it cannot be saved between two loops.
@@ -276,7 +278,7 @@ class StateRestorer:
         if not (job.loops.may_save_outside and self._trainable.is_replicated) or self.belongs_to_later_loop:
             return None
         if not set(keepers(job)) & set(job.comm.local_ranks):
-            return LoopEnd(job.step, None, {})
+            return LoopEnd(job.step, None, {}, tuple(finished))
         try:
             copy = SnapshotBuffer(pins=False).copy(take(self._state(self._trainable.shared_state())))
         except (RuntimeError, MemoryError, CheckpointError) as error:  # no memory, or something that is not data
@@ -284,7 +286,7 @@ class StateRestorer:
                 self._log.warn(f"the state at the end of the loop cannot be kept, in case it must be saved: {error}")
             return None
         ended = {"ended": True} if self._position.has_more else {}
-        return LoopEnd(job.step, copy, self._info() | ended | {"stopped": has_stopped})
+        return LoopEnd(job.step, copy, self._info() | ended | {"stopped": has_stopped}, tuple(finished))
 
     def _state(self, replica: dict[str, Any]) -> dict[str, Any]:
         return {
