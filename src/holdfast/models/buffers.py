@@ -61,9 +61,10 @@ class StepBuffers:
             if buffer.numel()
         }
         chosen = {path: _chosen(f"{prefix}{path}", module, name, choices) for path, module, name, _ in found.values()}
-        sent = [place for place in found.values() if place[3].numel() <= self.MAX_NUMEL or chosen[place[0]]]
+        is_sent = {path: b.numel() <= self.MAX_NUMEL or bool(chosen[path]) for path, _, _, b in found.values()}
+        sent = [place for place in found.values() if is_sent[place[0]]]
         self._places = [(module, name, b) for _, module, name, b in sent]
-        self.constants = Constants(model, [place for place in found.values() if place not in sent], self.MAX_NUMEL)
+        self.constants = Constants(model, [p for p in found.values() if not is_sent[p[0]]], self.MAX_NUMEL)
         self._paths = [path for path, *_ in sent]
         self._choices = [chosen[path] or "mean" for path in self._paths]
         self._unnamed = {
@@ -102,8 +103,8 @@ class StepBuffers:
             )
         if trained:
             notes.append(
-                f"the forward pass changes the weights {', '.join(trained)} themselves: workers stay equal only if every"
-                " slice changes them alike, whatever its samples"
+                f"a slice changes the weights {', '.join(trained)} themselves, in the forward pass or in the loop: workers"
+                " stay equal only if every slice changes them alike, whatever its samples"
             )
         return tuple(notes)
 
