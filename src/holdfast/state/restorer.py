@@ -99,9 +99,11 @@ class StateRestorer:
 
         Samples may be unknown at some workers. Where platforms differ, they may be computed to other bits.
         """
-        if self.belongs_to_later_loop:
+        is_alone = len(self._job.comm.processes) == 1
+        if self.belongs_to_later_loop or ((order := self._position.digest()) is None and is_alone):
             return
-        digest, samples = self._position.digest() or 0, -1 if self._job.platform.given_up else self._position.samples()
+        digest, has_other_bits = order or 0, bool(self._job.platform.given_up)
+        samples = -1 if is_alone or has_other_bits else self._position.samples()
         numbers = (digest, ~digest, samples, ~samples if samples >= 0 else _NO_SAMPLES)
         high, low, most, least = self._job.comm.maximum(numbers)
         if high != ~low:
