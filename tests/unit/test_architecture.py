@@ -240,6 +240,7 @@ WITHOUT_TORCH = (
     "on_import",
     "state.platform",
     "state.gpu_platform",
+    "state.hash_seed",
     "lab.simulate",
     "lab.pages",
     "lab.commands",

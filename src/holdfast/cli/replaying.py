@@ -74,7 +74,9 @@ class ReplayPlan:
         job = Job(
             script=self.script, args=args, module=module, settings=settings, max_restarts=0, log_dir=folder / "logs"
         )
-        with _environment({FIRM: "1", "OMP_NUM_THREADS": self.job["threads"]}):
+        seed = str(self.job.get("hash_seed", ""))
+        hashes = {"PYTHONHASHSEED": seed} if seed.isdigit() else {}
+        with _environment({FIRM: "1", "OMP_NUM_THREADS": self.job["threads"]} | hashes):
             return launch(job, make_view(sys.stderr) if sys.stderr.isatty() else None)
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.launch.hash_seed import hash_seed
 from holdfast.launch.job import Job
 
 _NOT_THE_JOB = ("token", "store", "rank", "ranks", "run_dir", "origin_s", "launch_dir", "faults")
@@ -36,6 +37,7 @@ def job_provenance(job: Job) -> dict[str, Any]:
         "folder": str(Path.cwd()),
         "settings": {name: value for name, value in settings.items() if name not in _NOT_THE_JOB},
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+        "hash_seed": hash_seed(job.settings),
         "versions": _versions(),
     }
 

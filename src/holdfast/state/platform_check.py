@@ -203,10 +203,14 @@ def compare_with_checkpoint(job: JobContext, theirs: Platform) -> None:
         _give_up(job, found, aloud=job.is_lead)
 
 
-def warn_of_samples(job: JobContext) -> None:
-    """Warn that a loop continues with other samples than the checkpoint's; with exact results promised, record it."""
-    text = "not exact: the data of this loop are not those that the checkpoint was made with, so its steps are others"
-    if job.is_lead and text != job.platform.given_up:
+def warn_of_samples(job: JobContext, *, joins: bool) -> None:
+    """Warn that a loop continues with other samples than those of the checkpoint, or of the workers that this one joins.
+
+    With exact results promised, it is recorded.
+    """
+    others = "the other workers have" if joins else "the checkpoint was made with"
+    text = f"not exact: the data of this loop are not those that {others}"
+    if (job.is_lead or joins) and text != job.platform.given_up:
         _warn(job, text)
     job.platform.given_up = text if _promises(job) else ""
 

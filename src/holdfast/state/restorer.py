@@ -20,7 +20,7 @@ from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.engine.context import JobContext, LoopEnd
 from holdfast.engine.live_config import LiveConfig
 from holdfast.engine.run_log import RunLog
-from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError, ScriptError
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import HealSnapshot, SdcGuard
 from holdfast.integrity.snapshots import copied
@@ -74,7 +74,8 @@ class StateRestorer:
 
         Raises:
             ReplicasDiffer: if there is no state to roll back to.
-            ConfigError: if the workers' platforms differ and that is not allowed, or their data do.
+            ConfigError: if the workers' platforms differ and that is not allowed, or their samplers or streams do.
+            ScriptError: if their datasets have different samples.
         """
         self._admission.hang_up()
         compare_platforms(self._job)
@@ -100,26 +101,30 @@ class StateRestorer:
 
         Samples may be unknown at some workers. Where platforms differ, they may be computed to other bits.
         """
-        if self.belongs_to_later_loop:
+        is_alone = len(self._job.comm.processes) == 1
+        if self.belongs_to_later_loop or ((order := self._position.digest()) is None and is_alone):
             return
-        digest, samples = self._position.digest() or 0, -1 if self._job.platform.given_up else self._position.samples()
+        digest, has_other_bits = order or 0, bool(self._job.platform.given_up)
+        samples = -1 if is_alone or has_other_bits else self._position.samples()
         numbers = (digest, ~digest, samples, ~samples if samples >= 0 else _NO_SAMPLES)
         high, low, most, least = self._job.comm.maximum(numbers)
         if high != ~low:
             raise ConfigError(self._position.why_differs())
         if most >= 0 and most != ~least:
-            raise ConfigError(
+            raise ScriptError(
                 f"workers have different samples in their datasets of {self._position.plan.num_samples}: every worker"
                 " must have all of them, not a part by its rank, and they must depend on nothing but the script's arguments"
                 " and random numbers that are seeded alike"
             )
 
-    def _compare_samples(self, info: dict[str, Any]) -> None:
-        """Warn if some samples of the loop are not those that the checkpoint was made with, on the same platform."""
+    def _compare_samples(self, info: dict[str, Any], *, joins: bool) -> None:
+        """Warn if samples of the loop are not those of the checkpoint, or of the workers that this one joins.
+
+        On another platform they may have other bits.
+        """
         then, now, job = info.get("samples", -1), self._position.samples(), self._job
-        if then in (-1, now) or now < 0 or info.get("kind") != job.platform.properties:
-            return
-        warn_of_samples(job)
+        if then not in (-1, now) and now >= 0 and info.get("kind") == job.platform.properties:
+            warn_of_samples(job, joins=joins)
 
     def _find_data(self) -> None:
         """Find the restored position in a stream; meanwhile this worker does not count as stuck."""
@@ -340,7 +345,7 @@ class StateRestorer:
         self._given = None
         if state["first"] is not None:
             self._initial = self._loaded(info["first_step"], state["first"], info["first"])
-        self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True)
+        self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True, joins=True)
         self._job.checkpoints.adopt(info["checkpoints"])
         self._trainable.adopt_placement(info["placement"])
         if (record := self._admission.take_record()) is not None:
@@ -368,8 +373,14 @@ class StateRestorer:
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
         self._log.warn(f"skipped step {step}: {damage}")
 
-    def _restore(self, loaded: LoadedCheckpoint, *, keeps: bool = False) -> None:
-        """Load a state; ``keeps`` allows its tensors to be used without a copy, because nothing else refers to them."""
+    def _restore(self, loaded: LoadedCheckpoint, *, keeps: bool = False, joins: bool = False) -> None:
+        """Load a state.
+
+        Args:
+            loaded: The state.
+            keeps: Its tensors may be used without a copy, because nothing else refers to them.
+            joins: It comes from workers that this one joins.
+        """
         job, info = self._job, loaded.info
         self.belongs_to_later_loop = info["loop"] > job.loop
         job.loops.loaded = loaded if self.belongs_to_later_loop else None
@@ -378,7 +389,7 @@ class StateRestorer:
         if not self.belongs_to_later_loop:
             self._set_order(order_of_checkpoint(job, info["order"]))
             self._position.restore(info, loaded.state["ledger"], keep_slices=job.settings.slices > 0)
-            self._compare_samples(info)
+            self._compare_samples(info, joins=joins)
             self._find_data()
             self.has_stopped = info.get("stopped", False)
             if info.get("ended", False):

@@ -103,6 +103,43 @@ def test_a_plan_refuses_in_one_line(events, words, message, capsys):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.fixture
+def failures(tmp_path: Path) -> Path:
+    path = tmp_path / "failures.csv"
+    hours = np.sort(np.random.default_rng(1).uniform(0, 400, 81))
+    path.write_text("time_h,node,part\n" + "".join(f"{hour},n{k % 5},GPU\n" for k, hour in enumerate(hours)))
+    return path
+
+
+def test_a_list_of_failures_is_one_of_the_job_or_of_its_nodes_and_can_be_replayed(failures, tmp_path, capsys):
+    hours = [float(line.split(",")[0]) for line in failures.read_text().splitlines()[1:]]
+    plan = ("plan", "--workers", 5, "--work-s", "10min", "--step-s", "60s", "--no-map", "--repetitions", 2, "--json")
+    how = ("--log", "as=failures", "--fit", "exponential")
+
+    for option, factor in (("--mtbf", 1), ("--mtbf-node", 5)):
+        assert holdfast(*plan, option, failures, *how) == 0
+        results = json.loads(capsys.readouterr().out)
+        mean_s = results["logs"][0]["fits"][0]["parameters"][0]["value"]
+        assert mean_s == pytest.approx(factor * 3600 * (hours[-1] - hours[0]) / 80, rel=1e-2)
+
+    path = tmp_path / "replay.toml"
+    trace = '[trace]\nkind = "log"\npath = "failures.csv"\nlevel = "worker"\nreplayed = true\nreading = { as = "failures" }\n'
+    path.write_text(SCENARIO.replace("workers = 8", "workers = 5").replace("10h", "390h") + trace)
+    assert holdfast("simulate", path, "--json") == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["failures"] == sum(0 < hour - hours[0] < 390 for hour in hours)
+    assert row["goodput"] > 0.9
+
+
+def test_a_log_with_an_unknown_state_ends_with_2_and_one_line(tmp_path, capsys):
+    path = tmp_path / "jobs.txt"
+    path.write_text("JobID|Elapsed|State\n1|01:00:00|COMPLETED\n2|01:00:00|BOILED\n")
+
+    assert holdfast("plan", "--workers", 8, "--mtbf-node", path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "jobs.txt: it is not known what these words in 'State' mean: BOILED 1; known: censored: COMPLETED 1" in line
+
+
 def test_a_scenario_draws_from_the_fit_or_replays_the_log(lifetimes, events, tmp_path, capsys):
     drawn = tmp_path / "drawn.toml"
     drawn.write_text(

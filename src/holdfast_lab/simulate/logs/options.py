@@ -109,7 +109,17 @@ def parse_options(given: Iterable[tuple[str, Any]], spelled: str = "--log {}={}"
             meant = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{shown}: there is no option {name}{meant} (allowed: {', '.join(KEYS)})")
     return LogOptions(
-        words, columns, tuple(where), **lists, nodes=nodes, span_s=span_s, repair_s=repair_s, spelled=spelled
+        words,
+        columns,
+        tuple(where),
+        lists["up"],
+        lists["down"],
+        lists["censored"],
+        lists["ignored"],
+        nodes,
+        span_s,
+        repair_s,
+        spelled=spelled,
     )
 
 
