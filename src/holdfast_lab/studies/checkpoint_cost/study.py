@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import EXTRAPOLATED, FAILED, MEASURED, NOT_RUN, Options, Row, Task, check_parts
+from holdfast_lab.studies.base import (
+    EXTRAPOLATED,
+    FAILED,
+    MEASURED,
+    NOT_RUN,
+    Options,
+    Row,
+    Task,
+    check_parts,
+    parts_left_out,
+)
 from holdfast_lab.studies.checkpoint_cost.claims import COMPRESSING, hold_claims
 from holdfast_lab.studies.checkpoint_cost.page import sections
 from holdfast_lab.studies.frameworks import FRAMEWORKS, NotInstalled, WorkerFailed
@@ -33,6 +43,7 @@ if TYPE_CHECKING:  # the scripts run in other environments, by name: only this s
 TINY = "tiny"
 NETWORKS = ("alexnet", "resnet50", "vgg16")
 MODELS = (*NETWORKS, TINY)
+PARTS = COST, DETERMINISM, MECHANISMS, WORKERS = "cost", "determinism", "mechanisms", "workers"
 OPTIMIZERS = ("none", "momentum", "adam")
 
 EVERY = (1, 10, 100, 1000)
@@ -87,6 +98,7 @@ class CheckpointCost:
             "repetitions": plan.repetitions,
             "workers": list(plan.workers),
             "digits": "scikit-learn's" if options.data is None else f"Fashion-MNIST in {options.data}",
+            **({"parts": list(plan.parts)} if plan.parts != PARTS else {}),
         }
 
     def tasks(self, options: Options) -> list[Task]:
@@ -111,6 +123,7 @@ class _Plan:
         self._options = options
         self._scratch = options.out / "scratch"
         self.frameworks = _chosen(options)
+        self.parts = tuple(part for part in PARTS if part in options.only) or PARTS
         self.models = _models(options)
         self.repetitions = options.repetitions or (1 if options.quick else 5)
         self.optimizers = OPTIMIZERS[:2] if options.quick else OPTIMIZERS
@@ -123,16 +136,17 @@ class _Plan:
             for model in self.models
             for some in together
             for name in self.frameworks
+            if COST in self.parts
         ]
         tasks += [
             Task(f"determinism: {name}", partial(self._determinism, name))
             for name in self.frameworks
-            if name in _TRAINING
+            if name in _TRAINING and DETERMINISM in self.parts
         ]
-        if not self._options.quick:
+        if not self._options.quick and MECHANISMS in self.parts:
             tasks += [Task(f"mechanisms: {name}", partial(self._mechanisms, name)) for name in self.frameworks]
         for name in self.frameworks:
-            if name in _SHARING:
+            if name in _SHARING and WORKERS in self.parts:
                 tasks += [
                     Task(f"workers: {name}, {count}", partial(self._share, name, count)) for count in self.workers
                 ]
@@ -142,6 +156,7 @@ class _Plan:
     def left_out(self) -> list[str]:
         missing = [name for name in FRAMEWORKS if name not in self.frameworks]
         told = [f"Frameworks: {', '.join(missing)}."] if missing else []
+        told += parts_left_out(self.parts, PARTS)
         told += [f"{name}: {why}." for name in self.frameworks if (why := FRAMEWORKS[name].why_not())]
         networks = [name for name in NETWORKS if name not in self.models]
         told += [f"Networks: {', '.join(networks)}."] if networks else []
@@ -170,7 +185,7 @@ class _Plan:
 
     def _determinism(self, name: str, known: Sequence[Row]) -> list[Row]:
         about: Row = {"part": "determinism", "framework": name}
-        return self._guarded(about, lambda: self._resumed(name, _described(name, known)))
+        return self._guarded(about, lambda: self._resumed(name, self._described(name, known)))
 
     def _resumed(self, name: str, described: Row) -> list[Row]:
         folder = self._fresh()
@@ -278,7 +293,7 @@ class _Plan:
         task = {"layers": _layers(model), "optimizer": "none"}
 
         def measured() -> list[Row]:
-            ways = _described(name, known)["ways"]
+            ways = self._described(name, known)["ways"]
             rows = self._run(name, {**task, "do": "damage", "ways": ways}, _LIMIT_S)
             killed = self._killed(name, task, ways)
             found = {"old": "not detected, no value was hit", "other": "not detected: loads wrong values"}
@@ -315,6 +330,18 @@ class _Plan:
 
     # -- helpers
 
+    def _described(self, name: str, known: Sequence[Row]) -> Row:
+        """Return what a framework says of itself: the first measurement of its cost has asked it."""
+        if absent := FRAMEWORKS[name].why_not():
+            raise NotInstalled(absent)
+        if COST not in self.parts:
+            return self._run(name, {"do": "describe"}, _LIMIT_S)[0]
+        for row in known:
+            if row["part"] == "versions" and row["framework"] == name:
+                return row
+        why = [row["why"] for row in known if row["framework"] == name and row["status"] == FAILED]
+        raise WorkerFailed(why[0] if why else f"{name} was not queried for its capabilities")
+
     def _common(self) -> Row:
         return {"seed": self._options.seed, "folder": str(self._scratch)}
 
@@ -341,10 +368,11 @@ class _Plan:
 
 def _chosen(options: Options) -> tuple[str, ...]:
     """Return the frameworks; Holdfast's formats come with PyTorch's, because they save the same states."""
-    wanted = options.only or (_QUICK if options.quick else tuple(FRAMEWORKS))
-    if "chainer" in wanted:
+    if "chainer" in options.only:
         raise ConfigError(CHAINER)
-    check_parts(wanted, FRAMEWORKS)
+    check_parts(options.only, (*FRAMEWORKS, *PARTS))
+    named = [name for name in options.only if name not in PARTS]
+    wanted = named or (_QUICK if options.quick else FRAMEWORKS)
     return tuple(name for name in FRAMEWORKS if name in wanted or (name == "holdfast" and "torch" in wanted))
 
 
@@ -362,16 +390,6 @@ def _layers(model: str) -> list[Row]:
         linear = {"kind": "linear", "inputs": 32, "outputs": 10_000, "bias": True}
         return [{**convolution, "bias": True}, linear]
     return layers_of(make_model(model, device="meta"))
-
-
-def _described(name: str, known: Sequence[Row]) -> Row:
-    for row in known:
-        if row["part"] == "versions" and row["framework"] == name:
-            return row
-    if absent := FRAMEWORKS[name].why_not():
-        raise NotInstalled(absent)
-    why = [row["why"] for row in known if row["framework"] == name and row["status"] == FAILED]
-    raise WorkerFailed(why[0] if why else f"{name} was not queried for its capabilities")
 
 
 def _training(name: str, *, saves: bool = False, leave_out: Sequence[str] | None = None) -> Row:
