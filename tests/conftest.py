@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,7 @@ LONG = (
     "chaos/test_model_kinds.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[forward-specs0",
     "chaos/test_nodes.py::test_a_node_that_loses_only_its_way_to_the_store_is_done_without_and_stops_nobody_else",
     "chaos/test_nodes.py::test_with_etcd_a_job_whose_launchers_all_died_begins_anew",
+    "chaos/test_nodes.py::test_with_etcd_what_a_launcher_was_started_with_that_is_gone_does_not_bind_the_next",
     "chaos/test_partial.py::test_a_part_that_was_saved_before_is_as_old_as_the_report_says[sharded-words0]",
     "chaos/test_pipeline.py::test_who_dies_while_it_sends_its_copy_comes_back_as_it_was_sent_whole_before",
     "chaos/test_pipeline.py::test_workers_that_are_told_to_leave_do_so_one_after_the_other[gloo]",
@@ -401,10 +403,13 @@ def _no_session_outlives_a_test(monkeypatch):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parent.relative_to(Path(__file__).parent).as_posix()))
+    by_file = defaultdict(list)
+    for long in LONG:
+        by_file[long.partition("::")[0]].append(long)
     found = set()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        if matching := [long for long in LONG if name.startswith(long)]:
+        if matching := [long for long in by_file[name.partition("::")[0]] if name.startswith(long)]:
             found.update(matching)
             item.add_marker(pytest.mark.soak)
     if is_whole_suite(config) and (stale := set(LONG) - found):

@@ -10,7 +10,6 @@ import os
 from types import ModuleType
 from typing import Any
 
-from holdfast.distributed.parts import watch_sharded_optimizer
 from holdfast.on_import import Change, when_imported
 
 _BACKEND = "holdfast"
@@ -56,9 +55,16 @@ def _do_not_start_mpi(module: ModuleType) -> None:
         environment.detect = staticmethod(lambda: False)
 
 
+def _watch_sharded_optimizer(module: ModuleType) -> None:
+    """Note its rounds; see there. The module needs torch, which loads this one before its own import ends."""
+    from holdfast.distributed.parts import watch_sharded_optimizer
+
+    watch_sharded_optimizer(module)
+
+
 _CHANGES: dict[str, Change] = {
     "accelerate.state": _accept_backend,
-    "torch.distributed.optim.zero_redundancy_optimizer": watch_sharded_optimizer,
+    "torch.distributed.optim.zero_redundancy_optimizer": _watch_sharded_optimizer,
     "lightning.fabric.plugins.environments.mpi": _do_not_start_mpi,
     "lightning_fabric.plugins.environments.mpi": _do_not_start_mpi,
 }
