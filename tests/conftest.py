@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,9 @@ LONG = (
     "contract/test_shared_memory.py::test_where_one_lacks_the_memory_all_send_messages_and_the_lowest_says_so[none-for-the-result]",
     "model/test_protocol_explored.py::test_newcomers_get_what_the_others_have_or_nobody_goes_on[3-1-2-reinit]",
     "model/test_protocol_explored.py::test_nothing_goes_wrong_in_any_run[4-2-reinit]",
+    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[mlp-adam-killed0",
+    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[mlp-sgd-killed1",
+    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-adam-killed2",
     # The same on other hosts, after other deaths, or with more workers than a neighbour needs to show it.
     "chaos/test_certificate.py::test_a_bit_that_flipped_in_one_worker_does_not_come_out_again",
     "chaos/test_backward_overlap.py::test_it_is_so_between_hosts[tree]",
@@ -76,7 +80,6 @@ LONG = (
     "chaos/test_seats.py::test_a_newcomer_takes_the_seat_of_a_killed_rank[ulfm-spare]",
     "chaos/test_seats.py::test_training_that_ends_before_a_newcomer_is_ready_does_not_wait_for_it",
     "chaos/test_sharded.py::test_killed_workers_change_no_bit[ulfm-killed0-inject0]",
-    "contract/test_shared_memory.py::test_where_one_lacks_the_memory_all_send_messages_and_the_lowest_says_so[no-memory-at-one]",
     "model/test_protocol_explored.py::test_nothing_goes_wrong_in_any_run[4-2-forward]",
     # With other parameters, or on the other fabric, what a neighbour shows in every run.
     "chaos/test_streams.py::test_a_job_on_a_stream_shrinks_and_is_resumed_and_no_sample_is_missed_or_repeated[with a state, read ahead]",
@@ -105,19 +108,10 @@ LONG = (
     "chaos/test_ddp.py::test_a_death_in_the_session_changes_none_of_its_bits_and_later_sums_are_scaled",
     "chaos/test_ddp.py::test_an_unmodified_script_goes_on_when_two_of_four_die[ulfm-specs1]",
     "chaos/test_ddp.py::test_an_unmodified_script_goes_on_when_two_of_four_die[gloo-specs1]",
-    "chaos/test_ddp.py::test_an_unmodified_script_runs_when_nobody_dies",
     "chaos/test_exact_gloo.py::test_killed_workers_change_no_bit[at-the-end]",
     "chaos/test_exact_gloo.py::test_killed_workers_change_no_bit[first-step",
     "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-1]",
-    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-2]",
-    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[mlp-adam-1]",
-    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[mlp-adam-2]",
     "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[mlp-adam-4]",
-    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-adam-killed0",
-    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-sgd-killed1",
-    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[mlp-adam-killed2",
-    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[mlp-sgd-killed3",
-    "chaos/test_exact_ulfm.py::test_without_recovery_a_kill_ends_the_job[forward]",
     "chaos/test_hangs.py::test_a_slow_worker_is_given_less_to_do[ulfm]",
     "chaos/test_hosts.py::test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums[back]",
     "chaos/test_hosts.py::test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums[front]",
@@ -168,8 +162,6 @@ LONG = (
     "chaos/test_checkpoint_crash.py::test_the_next_save_goes_on_after_a_killed_writer_and_removes_what_it_left",
     "chaos/test_hosts.py::test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums[mixed]",
     "chaos/test_hosts.py::test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies",
-    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[mlp-adam-3]",
-    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-adam-killed4",
     "chaos/test_launcher_death.py::test_workers_whose_launcher_dies_save_and_end_and_nothing_is_lost[in a step",
     "chaos/test_pipeline.py::test_two_twins_of_a_stage_that_die_at_once_take_all_back",
     "chaos/test_preemption.py::test_a_state_that_cannot_be_saved_on_request_ends_the_run_with_an_error[ulfm]",
@@ -184,7 +176,6 @@ LONG = (
     "chaos/test_ddp.py::test_buffers_are_those_of_the_lowest_survivor[gloo]",
     "chaos/test_ddp.py::test_ranks_that_died_in_the_reducer_were_killed_and_the_others_end_well[gloo]",
     "chaos/test_ddp.py::test_a_death_that_a_small_group_finds_is_told_to_the_whole_world[gloo]",
-    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-4]",
     "chaos/test_full_disk.py::test_a_run_folder_that_is_removed_ends_the_job_with_one_clear_line[ulfm]",
     "chaos/test_hangs.py::test_who_waited_for_one_that_is_stuck_in_a_checkpoint_longer_than_a_stall_takes_goes_on_without_it[gloo]",
     "chaos/test_pipeline.py::test_in_one_of_two_chains_a_twin_or_a_spare_takes_over[options0",
@@ -200,12 +191,10 @@ LONG = (
     "chaos/test_seats.py::test_a_newcomer_takes_the_seat_of_a_killed_rank[gloo-spare]",
     "chaos/test_seats.py::test_a_newcomer_that_dies_before_it_registers_is_replaced",
     "chaos/test_seats.py::test_a_script_that_does_not_register_goes_on_without_the_newcomer_which_says_why[ulfm]",
-    "chaos/test_seats.py::test_spares_of_a_session_have_no_rank_in_a_group[group-first]",
     "chaos/test_seats.py::test_spares_of_a_session_have_no_rank_in_a_group[session-first]",
     "chaos/test_seats.py::test_two_newcomers_take_two_seats[ulfm]",
     "chaos/test_ddp.py::test_ranks_that_died_in_collectives_were_killed_and_the_others_end_well[ulfm-collectives_two]",
     "chaos/test_ddp.py::test_whoever_a_completed_collective_fails_at_has_its_result_too[gloo",
-    "chaos/test_exact_gloo.py::test_without_recovery_a_kill_ends_the_job",
     "chaos/test_full_disk.py::test_a_worker_dies_while_the_temporary_directory_is_full[gloo-False]",
     "chaos/test_guard.py::test_healing_gives_the_bits_of_the_undisturbed_run_and_names_who_was_at_fault[ulfm-3-optimizer]",
     "chaos/test_guard.py::test_warning_names_the_worker_and_goes_on_with_other_bits",
@@ -213,6 +202,7 @@ LONG = (
     "chaos/test_model_kinds.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[forward-specs0",
     "chaos/test_nodes.py::test_a_node_that_loses_only_its_way_to_the_store_is_done_without_and_stops_nobody_else",
     "chaos/test_nodes.py::test_with_etcd_a_job_whose_launchers_all_died_begins_anew",
+    "chaos/test_nodes.py::test_with_etcd_what_a_launcher_was_started_with_that_is_gone_does_not_bind_the_next",
     "chaos/test_partial.py::test_a_part_that_was_saved_before_is_as_old_as_the_report_says[sharded-words0]",
     "chaos/test_pipeline.py::test_who_dies_while_it_sends_its_copy_comes_back_as_it_was_sent_whole_before",
     "chaos/test_pipeline.py::test_workers_that_are_told_to_leave_do_so_one_after_the_other[gloo]",
@@ -227,8 +217,6 @@ LONG = (
     "contract/test_shared_memory.py::test_between_hosts_too_all_share_memory_or_nobody_does[none-for-the-result-of-a-host]",
     "contract/test_shared_memory.py::test_training_without_shared_memory_ends_with_the_same_bits[1000]",
     "contract/test_shared_memory.py::test_where_one_lacks_the_memory_all_send_messages_and_the_lowest_says_so[no-memory-at-the-lowest]",
-    "lab/cli/test_study.py::test_what_there_is_not_is_refused_in_one_line[words1",
-    "lab/cli/test_study.py::test_what_there_is_not_is_refused_in_one_line[words2",
     "lab/test_soft_group.py::test_a_trial_that_fails_twice_is_a_training_that_failed",
     "contract/test_torch_backend.py::test_every_rank_passes_and_all_hold_the_same[holdfast-4-",
     # What a neighbour shows with other parameters, and takes seconds of processor time.
@@ -251,12 +239,9 @@ LONG = (
     "chaos/test_checkpoint_s3.py::test_a_writer_killed_while_it_saves_a_step_again_leaves_the_old_or_the_new_one[checkpoint.tensors]",
     "chaos/test_streams.py::test_workers_that_would_train_on_different_data_end_with_one_line[split-line0]",
     "cli/test_extending.py::test_what_is_none_is_refused_in_one_line[fabric]",
-    "contract/test_checkpoint_storage.py::test_a_missing_package_is_named[gs",
-    "contract/test_checkpoint_storage.py::test_a_missing_package_is_named[memory",
     "contract/test_shared_memory.py::test_where_one_lacks_the_memory_all_send_messages_and_the_lowest_says_so[too-small-a-share-for-all]",
     "contract/test_stores.py::test_who_is_cut_off_knows_it_before_others_see_its_lease_run_out_and_leases_of_others_are_kept[hubs]",
     "gpu/test_one_gpu.py::test_a_section_holds[exporter-cpu]",
-    "lab/cli/test_study.py::test_what_there_is_not_is_refused_in_one_line[words0",
     "unit/test_reinit.py::test_the_bits_are_those_of_the_undisturbed_run_and_the_old_application_is_gone[own]",
     "unit/test_torch_private.py::test_training_goes_on_with_a_newer_torch_and_one_line[2.99.0-",
     # The models: the largest spaces, where a smaller one, or another strategy in the same space, stays.
@@ -304,8 +289,6 @@ LONG = (
     "chaos/test_pipeline.py::test_a_stage_that_is_lost_with_its_mirror_takes_all_back_and_the_run_says_so[gloo-True-3]",
     "cli/test_extending.py::test_a_job_runs_on_a_fabric_from_outside_the_package",
     "contract/test_shared_memory.py::test_workers_of_several_hosts_all_go_the_same_way_and_nobody_warns[one-of-them]",
-    "lab/cli/test_study.py::test_a_file_is_no_place_for_results",
-    "lab/cli/test_study.py::test_what_there_is_not_is_refused_in_one_line[words3",
     "lab/test_campaign_killed.py::test_nobody_goes_on_with_a_trial_when_the_leader_is_killed",
     "lab/test_soft_group.py::test_altering_the_state_in_memory_is_altering_the_file_of_the_process[model]",
     "lab/test_study_soft.py::test_a_study_ends_with_rows_claims_and_a_page_and_is_not_done_twice",
@@ -314,7 +297,6 @@ LONG = (
     "chaos/test_seats.py::test_spares_of_a_session_have_no_rank_in_a_group[gloo]",
     "chaos/test_shared_memory_late.py::test_with_the_memory_used_again_all_survivors_would_be_wrong_alike",
     "chaos/test_pipeline.py::test_without_recovery_a_death_inside_a_step_ends_the_job",
-    "chaos/test_partial.py::test_without_recovery_a_death_ends_the_job_though_there_are_backups",
     "chaos/test_fork_server.py::test_a_job_goes_on_without_its_fork_server[while-it-imports-gloo]",
     "contract/test_shared_memory.py::test_no_shared_memory_wanted_is_nothing_to_warn_of",
     "integrations/test_backend_frameworks.py::test_survivors_finish_with_equal_weights[ddp_loop]",
@@ -421,10 +403,13 @@ def _no_session_outlives_a_test(monkeypatch):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parent.relative_to(Path(__file__).parent).as_posix()))
+    by_file = defaultdict(list)
+    for long in LONG:
+        by_file[long.partition("::")[0]].append(long)
     found = set()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        if matching := [long for long in LONG if name.startswith(long)]:
+        if matching := [long for long in by_file[name.partition("::")[0]] if name.startswith(long)]:
             found.update(matching)
             item.add_marker(pytest.mark.soak)
     if is_whole_suite(config) and (stale := set(LONG) - found):

@@ -84,13 +84,6 @@ def check_example(report, survivors):
     assert all(0 <= loss < 1 for loss, _ in said.values()), said
 
 
-def test_an_unmodified_script_runs_when_nobody_dies(tmp_path):
-    report = run_report(tmp_path, "-n", 4, EXAMPLE, timeout=JOB_S)
-
-    check_example(report, [0, 1, 2, 3])
-    assert exit_codes(report) == dict.fromkeys(range(4), 0)
-
-
 @pytest.mark.parametrize(
     "specs",
     [

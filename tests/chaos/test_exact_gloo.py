@@ -2,7 +2,7 @@
 
 import pytest
 from exact import SCRIPT, check_decided_again, check_forward_lost_one_slice, check_nothing_lost, reference_hash
-from jobs import assert_landed, exit_codes, run_report
+from jobs import assert_landed, run_report
 
 pytestmark = pytest.mark.chaos
 MESSAGES = {"HOLDFAST_SHARED_BYTES": "0"}
@@ -44,17 +44,6 @@ def test_a_worker_of_many_slices_that_dies_among_them_changes_no_bit(tmp_path, p
     assert_landed(report, 1)
     check_nothing_lost(report, calm["replicas"]["state_sha256"], [0])
     assert calm["replicas"]["state_sha256"] != reference_hash("mlp", "adam", (), 8), "the order shows"
-
-
-def test_without_recovery_a_kill_ends_the_job(tmp_path):
-    """The negative control: the same fault, with recovery turned off."""
-    script = (SCRIPT, "mlp", "sgd", "--no-recovery")
-
-    report = run(tmp_path, "-n", 4, "--max-restarts", 0, *script, kills=["rank=1,step=3"], exit_code=1)
-
-    assert report["outcome"] == "failed"
-    assert exit_codes(report)[1] == -9
-    assert report["replicas"]["sha256"] is None
 
 
 def test_restart_goes_on_from_the_newest_checkpoint_and_ends_with_the_same_bits(tmp_path):

@@ -9,8 +9,7 @@ from jobs import assert_landed, exit_codes, run_report
 pytestmark = pytest.mark.chaos
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize(("model", "optimizer"), [("mlp", "adam"), ("cnn", "sgd")])
+@pytest.mark.parametrize(("model", "optimizer", "workers"), [("cnn", "sgd", 3), ("cnn", "sgd", 1), ("mlp", "adam", 4)])
 def test_any_number_of_workers_gives_the_bits_of_the_reference(tmp_path, workers, model, optimizer):
     report = run_report(tmp_path, "-n", workers, SCRIPT, model, optimizer)
 
@@ -20,8 +19,6 @@ def test_any_number_of_workers_gives_the_bits_of_the_reference(tmp_path, workers
 @pytest.mark.parametrize(
     ("model", "optimizer", "killed", "specs"),
     [
-        ("cnn", "adam", (0,), ["kill:rank=0,step=3"]),
-        ("cnn", "sgd", (0, 2), ["kill:rank=0,step=5", "kill:rank=2,step=5,phase=allreduce"]),
         ("mlp", "adam", (1, 3), ["kill:rank=1,step=2,phase=backward", "kill:rank=3,step=9,phase=allreduce,bucket=0"]),
         ("mlp", "sgd", (0, 1, 3), ["kill:rank=0,step=1", "kill:rank=1,step=6,phase=optimizer", "kill:rank=3,step=11"]),
         ("cnn", "adam", (1, 2), ["kill:rank=1,step=4,phase=backward", "kill:rank=2,step=4,phase=recovery"]),
@@ -40,12 +37,11 @@ def test_killed_workers_change_no_bit(tmp_path, model, optimizer, killed, specs)
     assert all(f["detect_s"] >= 0 and f["lost_samples"] == 0 for f in report["failures"])
 
 
-@pytest.mark.parametrize("phase", ["forward", "optimizer"])
-def test_without_recovery_a_kill_ends_the_job(tmp_path, phase):
+def test_without_recovery_a_kill_ends_the_job(tmp_path):
     """The negative control: the same fault, with recovery turned off."""
     report = run_report(
         tmp_path,
-        "-n", 4, "--max-restarts", 0, "--inject", f"kill:rank=1,step=3,phase={phase}",
+        "-n", 4, "--max-restarts", 0, "--inject", "kill:rank=1,step=3,phase=optimizer",
         SCRIPT, "mlp", "sgd", "--no-recovery",
         exit_code=1,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import assert_landed, assert_landed_for_good, exit_codes, holdfast, run_report
+from jobs import assert_landed, assert_landed_for_good, holdfast, run_report
 
 from holdfast.checkpoint.format import flatten
 
@@ -174,23 +174,6 @@ def test_with_mirrors_nothing_is_restored_and_no_bit_changes(tmp_path):
     check_trained(report, [0, 1, 3])
     assert report["restored"] == []
     assert report["replicas"]["sha256"] == undisturbed("sharded")
-
-
-def test_without_recovery_a_death_ends_the_job_though_there_are_backups(tmp_path):
-    """The negative control: a fault from which the part comes back to the bit above, with recovery turned off."""
-    report = run(
-        tmp_path,
-        "sharded",
-        *("--fabric", "gloo", *EVERY_4, "--max-restarts", 0),
-        inject=[LAST_SENT["sharded"]],
-        script=["--no-recovery"],
-        exit_code=1,
-    )
-
-    assert exit_codes(report)[2] == -9
-    assert report["outcome"] == "failed"
-    assert report["restored"] == []
-    assert report["replicas"]["sha256"] is None
 
 
 # -- without a backup

@@ -162,16 +162,6 @@ def test_without_a_checkpoint_the_job_begins_again(tmp_path, fabric):
     check_same(report, report["workers"]["ranks_finished"])
 
 
-@pytest.mark.soak
-def test_without_recovery_a_death_ends_the_job(tmp_path):
-    """The negative control: a fault that changes no bit above, with recovery turned off."""
-    report = run(tmp_path, "gloo", "--max-restarts", 0, inject=[kill(2, 3)], script=["--no-recovery"], exit_code=1)
-
-    assert exit_codes(report)[2] == -9
-    assert report["outcome"] == "failed"
-    assert report["replicas"]["sha256"] is None
-
-
 def test_negative_control_a_shard_that_comes_without_its_momenta_is_found_out(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text(

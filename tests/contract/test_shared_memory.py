@@ -117,14 +117,12 @@ def undisturbed():
     "command",
     [
         ("limited", 0),
-        ("limited", 2),
         ("limited", 0, SLOT_BYTES),
         ("bounded", 100_000),
         pytest.param(("barred", 3), marks=needs_root),
     ],
     ids=[
         "no-memory-at-the-lowest",
-        "no-memory-at-one",
         "none-for-the-result",
         "too-small-a-share-for-all",
         "one-may-not-open",
