@@ -65,7 +65,7 @@ test-torch:  ## Contract, backend and exactness with another torch: make test-to
 	.venv-torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile $(TORCH_TESTS)
 
 integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works with, as published, in an environment of their own
-	.venv-integrations/bin/python -m pytest -n $(if $(filter slurm,$(ONLY)),0,3) --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations
+	.venv-integrations/bin/python -m pytest -n $(if $(filter slurm,$(ONLY)),0,3) --dist load $(if $(ONLY),-m $(ONLY)) tests/integrations$(if $(filter slurm,$(ONLY)),/test_slurm.py)
 
 torch-suite: .venv-torch-suite/.ready  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend over both fabrics: minutes
 	.venv-torch-suite/bin/python tests/torch_suite
