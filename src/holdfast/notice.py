@@ -49,7 +49,7 @@ class _Between:
         before: The handler before the loop.
     """
 
-    def __init__(self, answer: Callable[[bool], None], before: signal.Handlers | Callable[..., object]) -> None:
+    def __init__(self, answer: Callable[[bool], None], before: signal.Handlers | int | Callable[..., object]) -> None:
         self.came = False
         self.before = before
         self._answer = answer
