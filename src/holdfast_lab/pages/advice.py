@@ -60,7 +60,7 @@ def stale(row: Row, source: str) -> str:
 
 def stale_source(answer: Answer) -> str:
     """Return where a plan's price of ``partial`` is from."""
-    return next(one["why"] or one["source"] for one in answer["known"] if one["name"] == "stale_iterations")
+    return next(str(one["why"] or one["source"]) for one in answer["known"] if one["name"] == "stale_iterations")
 
 
 def command(answer: Answer) -> str:

@@ -37,7 +37,7 @@ def worthwhile_spares(workers: int, per_node: int, down: float, split: str) -> i
         # of equally good numbers the smallest
         best = max(tried, key=lambda spare: (round(work_per_worker(workers, per_node, spare, down, split), 9), -spare))
         if step == 1:
-            return best * per_node
+            return int(best) * per_node
         first, last = max(0, best - step), best + step
 
 

@@ -130,23 +130,18 @@ class MeasuredFramework(Protocol):
 
     def versions(self) -> dict[str, str]:
         """Return the versions measured."""
-        ...
 
     def make(self, task: Row, seed: int) -> Any:
         """Return a network of the task's layers, and the task's optimizer after a step."""
-        ...
 
     def parameters(self, state: Any) -> int:
         """Return the number of parameters."""
-        ...
 
     def values(self, state: Any, whole: bool) -> Iterator[Any]:
         """Yield every saved array; if not ``whole``, without the optimizer's."""
-        ...
 
     def ways(self) -> dict[str, SaveMethod]:
         """Return the ways to save, by name."""
-        ...
 
 
 class MeasuredTraining(Protocol):
@@ -154,19 +149,15 @@ class MeasuredTraining(Protocol):
 
     def step(self, number: int, /) -> None:
         """Train on one mini-batch."""
-        ...
 
     def save(self, path: Path) -> None:
         """Save every piece."""
-        ...
 
     def load(self, path: Path, loaded: list[str]) -> None:
         """Load the named pieces."""
-        ...
 
     def weights(self) -> list[Any]:
         """Return parameters and buffers."""
-        ...
 
 
 @runtime_checkable
@@ -175,23 +166,18 @@ class TrainedFramework(MeasuredFramework, Protocol):
 
     def pieces(self) -> list[str]:
         """Return the pieces of a run's state."""
-        ...
 
     def saved_by_default(self) -> list[str]:
         """Return the pieces that the one line of the framework's tutorial saves."""
-        ...
 
     def training(self, task: Row) -> MeasuredTraining:
         """Return a new training."""
-        ...
 
     def share(self, task: Row) -> list[Row]:
         """Train and save as one of several workers."""
-        ...
 
     def load_together(self, task: Row, scheme: str, folder: Path, rank: int) -> list[Any]:
         """Load as a rank of another number of workers; return every array."""
-        ...
 
 
 def main() -> None:
