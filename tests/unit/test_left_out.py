@@ -97,7 +97,8 @@ def test_every_study_is_run_by_a_test(left_in):
 
 def test_every_option_of_run_is_passed_to_real_workers_by_a_test(left_in):
     from holdfast.cli.run import OPTIONS
-    from holdfast.options import variable
+    from holdfast.config import Settings
+    from holdfast.options import fields_of, variable
 
     real = [
         words
@@ -105,7 +106,9 @@ def test_every_option_of_run_is_passed_to_real_workers_by_a_test(left_in):
         if item.get_closest_marker("chaos") and not name.startswith(NOT_COUNTED)
     ]
     passed = set().union(*real)
-    without = {each.flag for each in OPTIONS if not {each.flag, *each.option.flags, variable(each.name)} & passed}
+    variables = {each.name: variable(each.name) for each in fields_of(Settings)}  # which stand for the option
+    names = {each.flag: {each.flag, *each.option.flags, variables.get(each.name, each.flag)} for each in OPTIONS}
+    without = {flag for flag, same in names.items() if not same & passed}
 
     assert without == set(NOT_HERE), "not passed by any test of make test, or passed and still an exception"
 
