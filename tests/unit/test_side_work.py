@@ -100,7 +100,7 @@ def communicator():
     """A communication thread with nothing to communicate with."""
     thread = CommThread.__new__(CommThread)
     thread._answers, thread._inbox, thread._transfers = queue.SimpleQueue(), queue.SimpleQueue(), []
-    thread._current, thread._said_waits = None, False
+    thread._current, thread._said_waits, thread._is_at_gate = None, False, False
     return thread
 
 
