@@ -57,7 +57,7 @@ def test_options_of_the_output_and_of_checkpoints_do_what_they_say_and_a_kill_ch
     assert report["replicas"]["state_sha256"] == quiet["replicas"]["state_sha256"]
     assert (bool(digests(quiet)), digests(report)) == (True, []), "--no-certificate"
     assert (bool(shared(quiet_folder / "ckpt")), shared(tmp_path / "ckpt")) == (True, []), "--full-checkpoints"
-    assert (quiet["overlap"], report["overlap"]) == ("off", "on")
+    assert [each["job"]["settings"]["overlap"] for each in (quiet, report)] == ["off", "on"]
     assert report["iteration_cost"]["undisturbed"] == str(quiet_folder / "report")
     assert json.loads(report["_stdout"])["steps"] == 12, "--json: nothing else on stdout"
     assert (tmp_path / "report" / "index.html").read_text().startswith("<!doctype html>")
