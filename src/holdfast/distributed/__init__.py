@@ -15,10 +15,7 @@ process takes the rank of a failed one, if the script calls :func:`register`.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from holdfast.distributed.group import HoldfastGroup
+from typing import Any
 
 
 def autoload() -> None:
@@ -57,30 +54,7 @@ def alive(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, HoldfastGroup):
         raise ValueError(f"alive() is for groups of the {BACKEND!r} backend, got {group}")
-    return Survivors(group) if group is dist.group.WORLD else group.alive
-
-
-class Survivors(tuple[int, ...]):
-    """The surviving ranks. A script that takes the first one asks for the lead, as by :func:`is_lead`."""
-
-    def __new__(cls, group: HoldfastGroup) -> Self:
-        """Return the ranks of ``group`` that are alive."""
-        ranks = super().__new__(cls, group.alive)
-        ranks._group = group
-        return ranks
-
-    _group: HoldfastGroup
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return one rank, or a slice."""
-        rank = super().__getitem__(index)
-        if index == 0:
-            self._group.engine.recorder.asked_lead(rank == self._group.rank())
-        return rank
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
-        """Return a plain tuple to those that receive or copy it."""
-        return tuple, (tuple(self),)
+    return group.alive
 
 
 def is_lead() -> bool:
