@@ -1,9 +1,6 @@
 """What a job lacks when the worker is lost that was to write it, and ranks that wait for one that has left."""
 
-import copy
-import pickle
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -261,32 +258,3 @@ def test_ranks_that_were_asked_to_stop_may_have_left_for_that():
 
     assert isinstance(said, JobBroken)
     assert (said.exit_code, said.is_final) == (1, False)
-
-
-# -- the first of the surviving ranks
-
-
-def survivors(rank, answers):
-    from holdfast.distributed import Survivors
-
-    recorder = SimpleNamespace(asked_lead=answers.append)
-    return Survivors(SimpleNamespace(alive=(1, 2), rank=lambda: rank, engine=SimpleNamespace(recorder=recorder)))
-
-
-@pytest.mark.parametrize("rank", [1, 2])
-def test_who_takes_the_first_of_the_surviving_ranks_asks_for_the_lead(rank):
-    answers = []
-    alive = survivors(rank, answers)
-
-    assert (len(alive), 2 in alive, list(alive), alive[1], alive[:1]) == (2, True, [1, 2], 2, (1,))
-    assert answers == [], "none of these says that it saves"
-    assert alive[0] == 1
-    assert answers == [rank == 1]
-
-
-def test_the_surviving_ranks_can_be_sent_to_others():
-    alive = survivors(1, [])
-
-    for received in (pickle.loads(pickle.dumps(alive)), copy.copy(alive), copy.deepcopy(alive)):  # noqa: S301 - our own
-        assert received == (1, 2)
-        assert type(received) is tuple

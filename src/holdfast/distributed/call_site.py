@@ -22,7 +22,12 @@ _DDP_MODULES = (_DDP_MODULE, "torch.distributed.algorithms.ddp_comm_hooks")
 _ZERO_HOOK = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _JOIN_MODULE = "torch.distributed.algorithms.join"
 _SYNC_NORM_MODULE = "torch.nn.modules._functions"
-_PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
+_PYTHON_API = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
+    "typing_extensions",  # it wraps functions that torch has deprecated
+    "warnings",  # likewise, from Python 3.13 on
+)
 _DDP_START_MODULE = "torch.distributed.utils"
 _SHARDING_PACKAGES = (
     "torch.distributed.fsdp",
@@ -110,7 +115,7 @@ class CallSite:
     @property
     def place(self) -> str:
         """File and line of the call, such as ``train.py, line 12``, below those of torch; "" if only C++ code calls."""
-        frame = next((f for f in _frames(self._caller) if not _module(f).startswith("torch.")), None)
+        frame = next((f for f in _frames(self._caller) if not _module(f).startswith(("torch.", *_PYTHON_API))), None)
         return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
 
     @property
