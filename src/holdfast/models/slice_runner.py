@@ -153,7 +153,7 @@ class SliceRunner(Runner):
     def give_nothing(self, batch: MiniBatch, slices: Sequence[int]) -> None:
         gradients = self._part.gradients
         for number in slices:
-            gradients.begin_slice(number, self._room)
+            gradients.begin_slice(number, self._room, is_first=number == min(batch.owners))
             gradients.end_slice(number, {"loss": 0.0}, len(batch.slices[number]))
             gradients.add_up(number)
 
