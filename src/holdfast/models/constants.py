@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ class Constants:
                 f' loader.committed is true. Or make it a buffer, and choose: buffers={{"{name}": "first"}}'
             )
 
-    def _changed(self, tensors: dict[str, torch.Tensor]) -> list[str]:
+    def _changed(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [name for name, mark in _marks(tensors).items() if self._marks.get(name, mark) != mark]
 
     def _sums_of_bits(self) -> Iterator[tuple[str, int]]:
@@ -114,5 +114,5 @@ class Constants:
                 yield name, int(tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
 
 
-def _marks(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     return {name: (version_of(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
