@@ -41,7 +41,7 @@ class Fate:
         recovers: It is retried over the survivors.
         scales: Its sum is multiplied by the initial number of ranks over that of the survivors.
         lost: What is lost and what to do, with ``{ranks}`` for the failed ranks, if it does not recover.
-        is_part: It must not continue in silence, even if earlier collectives have recovered from the failure.
+        is_part: What the failed ranks had for it is lost, also to later calls.
     """
 
     recovers: bool = False

@@ -36,11 +36,14 @@ class Collective:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it fails because of ranks that failed in it, or before in one that the script has not seen fail."""
+        """Whether it fails because of ranks that failed in it, or before in one that the script has not seen fail.
+
+        The latter is the usual case: most ranks fail in a sum of DDP, which recovers in silence.
+        """
         group = self.group
         if self.fate.recovers or not group.failed:
             return False
-        is_late = self.fate.is_part and bool(group.dead) and min(group.failed) < group.completed
+        is_late = bool(group.dead) and min(group.failed) < group.completed
         return is_late or group.completed in group.failed
 
 
