@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -32,6 +33,16 @@ def run_aside(what: str, work: Callable[[], _Result], otherwise: _Result) -> _Re
     except Exception as error:  # whatever it is, the thread has something more important to do
         _report(what, error)
         return otherwise
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, which may be closed, or a file on a full disk."""
+
+    def write() -> None:
+        sys.stderr.write(f"holdfast: {line}\n")
+        sys.stderr.flush()
+
+    run_aside("writing to stderr", write, None)
 
 
 def _report(what: str, error: Exception) -> None:

@@ -1,15 +1,19 @@
 """Which collectives continue over survivors: judged from real call stacks, tensors and what came before."""
 
 import sys
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from holdfast.distributed.call_site import CallSite
+from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.parts import EXCHANGED, Evidence, Fate
+from holdfast.distributed.sparse import _scaled
+from holdfast.distributed.tasks import Collective
 from holdfast.distributed.tensors import scaled
+from holdfast.torch_private import task_of_backward
 
 
 def asked(evidence, *tensors, task=-1, policy="fill", spans_job=True, gathers=False):
@@ -129,7 +133,7 @@ def test_tensor_parallel_layers_are_not_taken_for_metrics_once_they_have_trained
     asked(plain, ACTIVATIONS)
 
     assert not asked(plain, METRIC).recovers
-    assert not asked(plain).recovers, "a barrier"
+    assert plain.fate_of_barrier("fill").is_part
 
 
 def test_a_loss_module_in_a_job_of_ddp_may_sum_its_figures(replicas):
@@ -207,3 +211,125 @@ def test_large_and_negative_integers_are_scaled_without_overflow():
     most = 2**63 - 1
 
     assert scaled(torch.tensor([most // 3 * 2, -5, -7]), 3, 2).tolist() == [most // 3 * 3, -7, -10]
+
+
+def test_integers_in_a_sparse_tensor_are_scaled_like_others_and_stay_integers():
+    total = torch.sparse_coo_tensor([[0, 3]], torch.tensor([2**60 + 3, 5]), (4,))
+
+    whole = _scaled(total, 3, 2)
+
+    assert whole.dtype == torch.int64
+    assert whole.to_dense().tolist() == [(2**60 + 3) // 2 * 3 + 2, 0, 0, 8]
+
+
+# -- deaths that a script has not heard of
+
+
+def collective(fate, number=7, failed=(6,), dead=(1,)):
+    """The next collective of a group in which number 6, a sum of DDP, has recovered from a death."""
+    group = SimpleNamespace(completed=number, failed=set(failed), dead=dead, alive=(0, 2))
+    return Collective(group, "all_reduce(SUM)", lambda: None, lambda: None, fate, None)
+
+
+def test_with_raise_a_script_hears_of_a_death_in_a_sum_of_ddp_that_has_continued(replicas):
+    assert collective(asked(replicas, METRIC, policy="raise")).has_failed
+    assert not collective(asked(replicas, METRIC)).has_failed
+    assert not collective(called_in(DDP, lambda: asked(replicas, METRIC, task=3, policy="raise"))).has_failed
+    assert collective(replicas.fate_of_barrier("raise")).has_failed
+
+
+def test_a_seat_that_was_taken_again_is_no_death_to_hear_of(replicas):
+    assert not collective(asked(replicas, METRIC, policy="raise"), dead=()).has_failed
+
+
+def test_nothing_is_lost_with_a_barrier_of_any_group(plain):
+    assert plain.fate_of_barrier("fill") == plain.fate_of_barrier("survivors") == Fate(recovers=True)
+    assert "--empty-seats is raise" in plain.fate_of_barrier("raise").lost
+
+
+# -- evidence
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: called_in("torch.distributed.fsdp._x", lambda: asked(e, METRIC, spans_job=False)),
+        lambda e: called_in("deepspeed.x", lambda: asked(e, METRIC, spans_job=False)),
+        lambda e: asked(e, METRIC, task=3, spans_job=False),
+        lambda e: asked(e, ACTIVATIONS, spans_job=False),
+        lambda e: in_function(lambda: asked(e, METRIC, spans_job=False)),
+    ],
+)
+def test_the_calls_in_a_part_of_the_world_decide_nothing_about_those_of_all_ranks(replicas, call):
+    """The ranks outside of that group know nothing of them, and decide, too."""
+    before = dict(vars(replicas))
+
+    assert call(replicas).is_part
+    assert vars(replicas) == before
+    assert asked(replicas, METRIC) == CONTINUES
+    assert called_in(DDP, lambda: asked(replicas, METRIC, task=3)).recovers
+
+
+def test_a_loss_that_is_not_detached_raises_by_itself_and_says_nothing_about_the_model(plain):
+    assert not asked(plain, LOSS).recovers
+    assert asked(plain, LOSS.detach()) == CONTINUES
+
+
+# -- gradients
+
+
+HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+
+
+@pytest.mark.parametrize("task", [3, -1])
+@pytest.mark.parametrize("hook", ["powerSGD_hook", "default_hooks", "quantization_hooks"])
+def test_sums_of_a_hook_are_of_gradients_also_in_a_callback_of_a_future(hook, task):
+    site = called_in(f"{HOOKS}.{hook}", lambda: CallSite(sys._getframe(1), task))
+
+    assert (site.is_backward, site.is_ddp_outside) == (True, False)
+
+
+def test_a_script_may_sum_gradients_in_hooks_of_its_own(replicas):
+    fates = []
+
+    def hook(parameter):
+        site = CallSite(sys._getframe(), task_of_backward())
+        fates.append(replicas.fate(site, [parameter.grad], "fill", spans_job=True))
+        fates.append(replicas.fate(site, [parameter.grad], "survivors", spans_job=True))
+        fates.append(replicas.fate(site, [parameter.grad], "fill", spans_job=False))
+        fates.append(replicas.fate(site, [parameter.grad], "fill", spans_job=True, gathers=True))
+
+    weight = nn.Parameter(torch.ones(3))
+    weight.register_post_accumulate_grad_hook(hook)
+    weight.sum().backward()
+
+    assert [(fate.recovers, fate.scales) for fate in fates] == [
+        (True, True), (True, False), (False, False), (False, False),
+    ]  # fmt: skip
+
+
+def test_a_sum_of_the_gradients_of_activations_is_of_parts(replicas):
+    fates = []
+    x = torch.ones(3, requires_grad=True) * 2
+
+    def hook(gradient):
+        fates.append(replicas.fate(CallSite(sys._getframe(), task_of_backward()), [gradient], "fill", spans_job=True))
+
+    x.register_hook(hook)
+    x.sum().backward()
+
+    assert "a backward pass calls it" in fates[0].lost
+
+
+def test_a_gather_does_not_keep_the_frames_of_its_caller(monkeypatch):
+    """Their locals are activations, and the communication thread may be idle for long with its last gather."""
+    kept = []
+    monkeypatch.setattr(MoveCollectives, "_submit", lambda self, *args, **kwargs: kept.extend(args[3:]) or kept)
+    group = MoveCollectives.__new__(MoveCollectives)
+    group._members, group._policy = SimpleNamespace(ranks=(0, 1)), "fill"
+    monkeypatch.setattr(MoveCollectives, "_fate", lambda self, *args, **kwargs: CONTINUES)
+    group._gather([METRIC.clone(), METRIC.clone()], METRIC, "all_gather", [])
+
+    cells = [cell.cell_contents for call in kept if callable(call) for cell in call.__closure__ or ()]
+    assert cells
+    assert not any(isinstance(cell, CallSite) for cell in cells)

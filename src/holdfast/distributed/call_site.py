@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from types import FrameType
 
 import torch
+from torch import nn
+from torch.distributed import GradBucket
 
 from holdfast.torch_private import JOINED, OBJECT_BROADCAST, OBJECT_GATHERS
 
 _BACKWARD_MODULE = "torch.autograd.graph"
 _DDP_MODULE = "torch.nn.parallel.distributed"
-_DDP_MODULES = (_DDP_MODULE, "torch.distributed.algorithms.ddp_comm_hooks")
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _ZERO_HOOK = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _JOIN_MODULE = "torch.distributed.algorithms.join"
 _SYNC_NORM_MODULE = "torch.nn.modules._functions"
@@ -97,8 +99,10 @@ class CallSite:
             caller = caller.f_back  # torch's hooks and join() call the same functions as a script
         self._caller = frame if caller is None else caller
         name = _module(self._caller)
-        by_ddp = name.startswith(_DDP_MODULES) and name != _ZERO_HOOK
-        self.is_backward = self.is_reducer or (task >= 0 and by_ddp)
+        # A hook makes its later sums, such as the second one of PowerSGD, in callbacks, which run in another thread.
+        by_hook = name.startswith(_HOOKS) and name != _ZERO_HOOK
+        by_ddp = name.startswith(_DDP_MODULE)
+        self.is_backward = self.is_reducer or by_hook or (task >= 0 and by_ddp)
         """Whether DDP all-reduces gradients."""
         self.is_join = task < 0 and name == _JOIN_MODULE
         """Whether ``join()`` counts the ranks that still have data."""
@@ -110,7 +114,7 @@ class CallSite:
     @property
     def framework(self) -> str:
         """The framework that calls, outside of the backward pass, or ""; the frames of torch's own API do not count."""
-        return _package_of(_module(self._caller), _FRAMEWORKS) if self.task < 0 else ""
+        return _framework_of(_module(self._caller)) if self.task < 0 else ""
 
     @property
     def place(self) -> str:
@@ -124,7 +128,7 @@ class CallSite:
         sharding, in_function, in_forward, in_training = "", False, False, False
         for frame in _frames(self._frame):
             name = _module(frame)
-            sharding = sharding or ("" if name == _AVERAGES else _package_of(name, _SHARDING_PACKAGES))
+            sharding = sharding or _sharding_of(name)
             if name == _FUNCTIONS:
                 in_function = in_function or torch.is_grad_enabled()
             elif name == "torch.autograd.function":
@@ -133,6 +137,18 @@ class CallSite:
                 in_forward = True
                 in_training = in_training or bool(frame.f_locals["self"].training)
         return Stack(sharding, in_function, in_forward, in_training)
+
+    @property
+    def is_gradient_hook(self) -> bool:
+        """Whether a hook that a script has for a parameter, or for DDP's buckets, calls: it averages gradients of replicas."""
+        hook = None
+        for frame in _frames(self._caller):
+            if _module(frame) == _BACKWARD_MODULE:
+                break
+            hook = frame
+        if hook is None or _module(hook).startswith("torch."):
+            return False
+        return any(isinstance(value, nn.Parameter | GradBucket) for value in hook.f_locals.values())
 
     @property
     def gathers_objects(self) -> bool:
@@ -161,8 +177,18 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @functools.cache
+def _sharding_of(module: str) -> str:
+    """Return the package that splits a state over ranks and that a module belongs to, or ""."""
+    return "" if module == _AVERAGES else _package_of(module, _SHARDING_PACKAGES)
+
+
+@functools.cache
+def _framework_of(module: str) -> str:
+    """Return the framework that a module belongs to, or ""."""
+    return _package_of(module, _FRAMEWORKS)
+
+
 def _package_of(module: str, packages: tuple[str, ...]) -> str:
-    """Return which of the packages a module belongs to, or ""."""
     return next((package for package in packages if f"{module}.".startswith(f"{package}.")), "")
 
 

@@ -166,14 +166,15 @@ class CommThread:
         """Complete futures, whose callbacks may wait for later collectives; publish and give up what takes too long."""
         waits = LongWaits(lambda wait, seats: self.recorder.note_wait(wait, seats))
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 answer = self._answers.get(timeout=_WATCH_EVERY_S)
                 run_aside("completing a future", answer, None)  # it runs what the script has chained to it
-            except queue.Empty:
-                current = self._current
-                if current is not None and time.monotonic() - current.begun_s > current.work.timeout_s:
-                    self.give_up(current.work)
-                run_aside("showing a long wait", functools.partial(waits.look, current), None)
+                del answer  # it holds tensors
+            current = self._current  # also of a script whose futures complete all the time
+            if current is not None and time.monotonic() - current.begun_s > current.work.timeout_s:
+                self.give_up(current.work)
+            run_aside("showing a long wait", functools.partial(waits.look, current), None)
+            del current
 
     def give_up(self, work: PendingWork) -> None:
         """End a collective that has timed out; its group becomes unusable, all others remain usable."""
@@ -232,11 +233,14 @@ class CommThread:
             match self._next():
                 case Collective() as collective:
                     self._carry_out(collective)
+                    del collective  # it holds tensors, which this idle thread does not need any more
                 case P2PTransfer() as transfer:
                     self._begin(transfer)
+                    del transfer
                 case _Order() as order:
                     order.error = _error_of(order.do)  # raised again in the thread that queued it
                     order.done.set()
+                    del order
                 case None:
                     self._poll()
 
@@ -282,7 +286,7 @@ class CommThread:
     # -- collectives
 
     def _carry_out(self, job: Collective) -> None:
-        job.begun_s, self._current = time.monotonic(), job
+        job.number, job.begun_s, self._current = job.group.completed, time.monotonic(), job
         self._publish_waits()
         error = self._exchange(job)
         self._end(job, _error_of(job.finish) if error is None else error)
@@ -394,24 +398,28 @@ class CommThread:
             self._publish_waits()
         return completed
 
-    def _share(self) -> tuple[list[tuple[int, int, int]], dict[int, SeatRow]]:
+    def _share(self) -> tuple[list[tuple[int, int, int, int]], dict[int, SeatRow]]:
         return self._share_progress(), self.joining.share()
 
-    def _share_progress(self) -> list[tuple[int, int, int]]:
-        """Return (group, completed, broken) of every group of every survivor."""
-        base = self.world.base
-        mine = [(g.key, g.completed, int(g.broken)) for g in self._groups.values()]
+    def _share_progress(self) -> list[tuple[int, int, int, int]]:
+        """Return (group, completed, broken, last failed) of every group of every survivor."""
+        base, is_seated = self.world.base, self.joining.is_seated
+        groups = self._groups.values()
+        mine = [(g.key, g.completed, int(g.broken), max(g.failed, default=-1) if is_seated else -1) for g in groups]
         rows = base.maximum([len(mine)])[0]
-        part = torch.tensor(mine + [(-1, 0, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 3)
-        whole = torch.empty(len(base.processes), rows, 3, dtype=torch.int64)
+        part = torch.tensor(mine + [(-1, 0, 0, -1)] * (rows - len(mine)), dtype=torch.int64).view(rows, 4)
+        whole = torch.empty(len(base.processes), rows, 4, dtype=torch.int64)
         base.allgather(part, whole)
-        return [(key, completed, broken) for key, completed, broken in whole.view(-1, 3).tolist() if key >= 0]
+        return [(key, *figures) for key, *figures in whole.view(-1, 4).tolist() if key >= 0]
 
     def _settle(
-        self, table: list[tuple[int, int, int]], before: tuple[int, ...], lost: tuple[int, ...]
+        self, table: list[tuple[int, int, int, int]], before: tuple[int, ...], lost: tuple[int, ...]
     ) -> Mapping[int, int]:
         top: dict[int, int] = {}
-        for key, completed, broken in table:
+        if not self.joining.is_seated:  # what has failed before it came fails on this newcomer as on the others
+            for group in self._groups.values():
+                group.failed = {failed for key, *_, failed in table if key == group.key and failed >= 0}
+        for key, completed, broken, _ in table:
             top[key] = max(top.get(key, 0), completed)
             if broken and key in self._groups:
                 self._groups[key].broken = True
@@ -453,7 +461,6 @@ class CommThread:
         """Continue where all others are, which have stopped at a boundary."""
         for group in self._groups.values():
             group.completed = completed.get(group.key, 0)
-            group.failed.clear()
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:

@@ -49,7 +49,7 @@ class LongWaits:
             signature=current.signature or current.what,
             where=_line_of_script(),
             group=group.key,
-            number=group.completed,
+            number=current.number,
         )
         self._publish(wait, group.alive)
 

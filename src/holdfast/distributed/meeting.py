@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate
 from holdfast.errors import PeerFailed
+from holdfast.side_work import say
 
 if TYPE_CHECKING:
     from holdfast.comm.seated import SeatedCommunicator
@@ -63,7 +63,7 @@ class Meeting:
         self._engine.call(self._take_seat, limit_s=timeout_s)
         if not self._joining.is_seated:
             rank = self._engine.world.base.local_ranks[0]
-            sys.stderr.write(f"holdfast: rank {rank} ends: the others ended before it could take a seat\n")
+            say(f"rank {rank} ends: the others ended before it could take a seat")
             self.wait_for_end()
 
     def arrive(self, state: Callable[[], Any], timeout_s: float) -> None:
@@ -79,8 +79,7 @@ class Meeting:
     def stay_outside(self, why: str = _UNREGISTERED) -> NoReturn:
         """On a newcomer that cannot take a seat: say why, wait for the end of the job, and end."""
         rank = self._engine.world.base.local_ranks[0]
-        sys.stderr.write(f"holdfast: rank {rank} cannot take the seat of a failed rank, because {why}\n")
-        sys.stderr.flush()
+        say(f"rank {rank} cannot take the seat of a failed rank, because {why}")
         self.wait_for_end()
 
     def wait_for_end(self) -> NoReturn:
@@ -120,7 +119,7 @@ class Meeting:
         if self._joining.is_seated:
             return
         if not self._joining.seating.holders:
-            sys.stderr.write("holdfast: every rank that had the state of the training has failed\n")
+            say("every rank that had the state of the training has failed")
             exits.kill_self()  # the launcher restarts the job
         if self._joining.seating.ends:
             pass_gate(self._engine.world, lambda: self._engine.recover(told=True))

@@ -16,7 +16,7 @@ from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors, nothing
 from holdfast.distributed.members import GroupMembers
-from holdfast.distributed.parts import EXCHANGED, Fate
+from holdfast.distributed.parts import EXCHANGED, Fate, seen
 from holdfast.distributed.seats import SeatFiller
 from holdfast.distributed.tensors import bytes_of, one, overwrite, plain, split
 
@@ -93,6 +93,7 @@ class MoveCollectives(GroupBase):
             return self._gather_for_ddp(outs or [], part, what, result, fate)
         by_object = call_site.gathers_objects
         is_sizes = by_object and part.dtype == torch.int64
+        normalises = call_site.normalises  # a call site holds frames, and with them activations
         given: dict[int, torch.Tensor] = {}
         sources: dict[int, int] = {}
 
@@ -101,7 +102,7 @@ class MoveCollectives(GroupBase):
                 self._check_alive(root, what, fate)
             self._check_fits(outs, what, fate)
             sources.clear()
-            if fate.recovers and not call_site.normalises:
+            if fate.recovers and not normalises:
                 choose = self._filler.sources
                 sources.update(choose(members.dead, members.alive, what, bytes_of_objects=by_object and not is_sizes))
             self._gather_rows(part, given)
@@ -216,5 +217,5 @@ class MoveCollectives(GroupBase):
 
     def barrier(self, opts: Any = None) -> Work:
         """Block until all ranks have called it."""
-        fate = self._fate(self._call_site())
+        fate = seen.fate_of_barrier(self._policy)
         return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0), fate=fate)

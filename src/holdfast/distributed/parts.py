@@ -63,7 +63,11 @@ EXCHANGED = Fate(lost=f"what {{ranks}} held for the others is lost: {_AGAIN}", i
 
 
 class Evidence:
-    """What the collectives of this process have shown about its job; equal on all ranks, which make the same calls."""
+    """What the collectives of this process have shown about its job.
+
+    It is equal on all ranks, because only groups of all ranks add to it: a rank knows nothing of the calls in the groups
+    of others.
+    """
 
     def __init__(self) -> None:
         self.replicates = False
@@ -95,24 +99,29 @@ class Evidence:
             if self.splits_optimizer:
                 return Fate(lost=_OPTIMIZER, is_part=True)
             return Fate(recovers=True, scales=call_site.is_join)
+        if call_site.normalises:
+            return Fate(recovers=True)
         lost = self._lost(call_site, list(tensors), spans_job=spans_job, gathers=gathers)
         if lost:
             return Fate(lost=lost, is_part=True)
-        if call_site.normalises:
-            return Fate(recovers=True)
         if policy == "raise":
             return Fate(lost=_POLICY)
         return Fate(recovers=True, scales=policy == "fill" and spans_job)
 
+    def fate_of_barrier(self, policy: str) -> Fate:
+        """Return the fate of a barrier in any group: no rank has anything for it, so its caller does not matter."""
+        if self._parts:
+            return Fate(lost=self._parts, is_part=True)
+        return Fate(lost=_POLICY) if policy == "raise" else Fate(recovers=True)
+
     def _lost(self, call_site: CallSite, tensors: list[torch.Tensor], *, spans_job: bool, gathers: bool) -> str:
         stack = call_site.stack
         if stack.sharding:
-            self._note(stack.sharding)
+            if spans_job:
+                self._note(stack.sharding)
             return _SHARDS
-        if call_site.normalises:
-            return ""
-        if call_site.task >= 0:
-            self._parts = self._parts or _MIXED
+        if call_site.task >= 0 and not (spans_job and not gathers and call_site.is_gradient_hook):
+            self._note_mixed(spans_job=spans_job)
             return _BACKWARD
         if gathers and any(map(is_parameter, tensors)):
             return _SHARDS
@@ -121,8 +130,9 @@ class Evidence:
         dims = 1 if call_site.framework else 0  # frameworks repeat a loss for each sample
         carrying = [tensor for tensor in tensors if tensor.requires_grad and not self._is_loss(tensor, dims)]
         if stack.in_function or carrying:
-            if stack.in_function or not all(tensor.is_leaf for tensor in carrying):
-                self._parts = self._parts or _MIXED
+            # A lone number may be a loss that the script has not detached, which says nothing about its model.
+            if stack.in_function or not all(tensor.is_leaf or tensor.numel() == 1 for tensor in carrying):
+                self._note_mixed(spans_job=spans_job)
             return _GRADIENTS
         if call_site.framework:
             return ""
@@ -137,6 +147,10 @@ class Evidence:
             self.splits_optimizer = True
         if package != "torch.distributed.checkpoint":  # which also saves the state of replicas
             self._parts = _SHARDS
+
+    def _note_mixed(self, *, spans_job: bool) -> None:
+        if spans_job and not self._parts:
+            self._parts = _MIXED
 
     def _is_loss(self, tensor: torch.Tensor, dims: int) -> bool:
         """Return whether a tensor with gradients is a loss that nobody has detached: replicas have no partial losses."""

@@ -40,6 +40,7 @@ from holdfast.records.types import (
     StepCommitted,
     WriterDeclared,
 )
+from holdfast.side_work import say
 
 if TYPE_CHECKING:
     from holdfast.comm.seated import SeatedCommunicator
@@ -170,7 +171,7 @@ class GroupRecorder:
                 self._log.write(SeatTaken(step=self._step + 1, seat=seat, worker=worker))
         if self._is_lead() and lost and not self.is_watched:  # otherwise the launcher does
             gone = ", ".join(map(str, lost))
-            sys.stderr.write(f"holdfast: lost ranks [{gone}]; continuing with {len(self._alive)} ranks\n")
+            say(f"lost ranks [{gone}]; continuing with {len(self._alive)} ranks")
         self._check_rank_0(world)
 
     def _check_rank_0(self, world: SeatedCommunicator) -> None:
@@ -188,7 +189,7 @@ class GroupRecorder:
         self._lead_lost = True
         self._log.write(LeadLost())
         if not self.is_watched:  # otherwise the launcher does
-            sys.stderr.write(f"holdfast: {RANK_0_LOST}\n")
+            say(RANK_0_LOST)
 
     def _note_recovered(
         self, lost: tuple[int, ...], joined: tuple[int, ...], alive: tuple[int, ...], generation: int
@@ -232,12 +233,11 @@ class GroupRecorder:
             return
         self._scaled_for.add(dead)
         alive = size - len(dead)
-        sys.stderr.write(
-            f"holdfast: {collective} ({place}) is over {alive} of {size} ranks: the script's sums are multiplied by"
+        say(
+            f"{collective} ({place}) is over {alive} of {size} ranks: the script's sums are multiplied by"
             f" {size}/{alive} from now on, so that sum / world_size stays a mean; --empty-seats survivors leaves them as they"
-            " are, --empty-seats raise raises RanksLost\n"
+            " are, --empty-seats raise raises RanksLost"
         )
-        sys.stderr.flush()
 
     def _write_filled(self) -> None:
         """Record the numbers of filled collectives so far."""

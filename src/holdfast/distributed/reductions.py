@@ -103,11 +103,13 @@ class ReduceCollectives(SparseCollectives):
                 result[0] = of_its_own(adder.result(span)).view(tensor.shape)
                 return
             total = adder.result(span) if span.length else flat
-            if fate.scales and kind in _SUMS and span.dtype != torch.bool and alive[0] < self.size():
-                total = total if _is_inexact(span.dtype) else scaled(total, self.size(), alive[0])
-                self._note_scaled(what, place)
+            is_scaled = fate.scales and kind in _SUMS and span.dtype != torch.bool and alive[0] < self.size()
+            if is_scaled and not _is_inexact(span.dtype):
+                total = scaled(total, self.size(), alive[0])
             if span.length and (root is None or root == self._index):
                 overwrite(tensor, total)
+            if is_scaled:
+                self._note_scaled(what, place)
 
         def deliver() -> None:
             if result[0] is not tensor:

@@ -117,6 +117,7 @@ class Registered:
     def _state(self) -> dict[str, Any]:
         """Return what a newcomer needs; ``ConfigError``, on all ranks alike, if it cannot be sent."""
         from holdfast.comm.device import device_of
+        from holdfast.distributed.parts import seen
 
         state = {
             "models": [
@@ -126,6 +127,7 @@ class Registered:
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "parts": {name: state() for name, (state, _) in self._parts.items()},
             "step": self._engine.recorder.step,
+            "seen": vars(seen),
         }
         _check_plain("model and optimizer", state)
         for device in {parameter.device for model in self._models for parameter in model.parameters()}:
@@ -134,6 +136,8 @@ class Registered:
 
     def _load(self, state: dict[str, Any]) -> None:
         import torch
+
+        from holdfast.distributed.parts import seen
 
         for model, given in zip(self._models, state["models"], strict=True):
             model.module.load_state_dict(given["state"])
@@ -145,6 +149,7 @@ class Registered:
         for name, (_, load) in self._parts.items():
             load(state["parts"][name])
         self._engine.recorder.begin_at(state["step"])
+        vars(seen).update(state["seen"])  # of the calls that this newcomer has not made
 
 
 def _accessors(name: str, part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

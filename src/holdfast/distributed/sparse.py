@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ReduceOp, Work
 
 from holdfast.distributed.group_base import GroupBase
-from holdfast.distributed.tensors import check_layout, type_of
+from holdfast.distributed.tensors import check_layout, scaled, type_of
 from holdfast.errors import ScriptError
 
 _WIDTH = 30
@@ -47,11 +47,12 @@ class SparseCollectives(GroupBase):
             for term in terms[1:]:
                 total = total + term
             alive, first = len(terms), len(self._members.ranks)
-            if (in_ddp or fate.scales) and alive < first:  # DDP has divided by the initial world size, a script will
-                if fate.scales:
-                    self._note_scaled(what, place)
-                total = total / (alive / first)
+            # DDP has divided by the initial world size, a script will
+            if (in_ddp or fate.scales) and alive < first and total.dtype != torch.bool:
+                total = _scaled(total, first, alive)
             result[0] = total.coalesce()
+            if fate.scales and alive < first:
+                self._note_scaled(what, place)
 
         def deliver() -> None:
             if result[0] is not tensor:
@@ -80,6 +81,15 @@ class SparseCollectives(GroupBase):
             torch.sparse_coo_tensor(index[:count].t(), value[:count], mine.shape, is_coalesced=True)
             for count, index, value in zip(counts, all_indices, all_values, strict=True)
         ]
+
+
+def _scaled(total: torch.Tensor, first: int, alive: int) -> torch.Tensor:
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        return total / (alive / first)
+    whole = total.coalesce()
+    return torch.sparse_coo_tensor(
+        whole.indices(), scaled(whole.values(), first, alive), whole.shape, is_coalesced=True
+    )
 
 
 def _padded(part: torch.Tensor, length: int) -> torch.Tensor:

@@ -22,6 +22,8 @@ class Collective:
         fate: What becomes of it after a failure.
         signature: Description that must be the same on all ranks.
         root: Global rank whose tensor it needs, or that needs its result; -1 for none.
+        number: How many collectives of the group came before it, once it has begun; other threads read it here, because
+            ``group.completed`` may be that of the next one by then.
     """
 
     group: GroupMembers
@@ -33,6 +35,7 @@ class Collective:
     signature: str = ""
     root: int = -1
     begun_s: float = 0.0
+    number: int = -1
 
     @property
     def has_failed(self) -> bool:

@@ -97,14 +97,15 @@ class Duties:
     def blocked(self, living: Sequence[int]) -> str:
         """Return why collectives that ``living`` wait in can never complete, in a sentence; "" if they may."""
         waiting = {rank: self._awaited[rank] for rank in living if rank in self._awaited}
-        return self._left_behind(waiting, living) or self._mismatched(waiting, living)
+        return self._left_behind(waiting, living) or _mismatched(waiting, living)
 
     def _left_behind(self, waiting: Mapping[int, CollectiveAwaited], living: Sequence[int]) -> str:
         for wait in waiting.values():
             members = [rank for rank in wait.members if rank in living]
             left = [rank for rank in members if self._never_calls(rank, wait)]
             others = [rank for rank in members if rank not in left]
-            if left and all(rank in waiting for rank in others):  # one that still saves is not interrupted
+            # One that still saves is not interrupted, and one that waits in an earlier collective is on its way to this.
+            if left and all(rank in waiting and not _is_before(waiting[rank], wait) for rank in others):
                 return _left_sentence(left, others, wait, self._ended[left[0]].steps)
         return ""
 
@@ -113,17 +114,24 @@ class Duties:
         end = self._ended.get(rank)
         return end is not None and dict(zip(end.groups, end.completed, strict=True)).get(wait.group, 0) <= wait.number
 
-    def _mismatched(self, waiting: Mapping[int, CollectiveAwaited], living: Sequence[int]) -> str:
-        waits = list(waiting.values())
-        if len(waits) < 2 or len(waits) < len(living) or len({(w.group, w.number) for w in waits}) > 1:
-            return ""
-        if len({wait.signature for wait in waits}) == 1:
-            return ""
-        calls = "; ".join(f"rank {rank}: {wait.signature}{_where(wait)}" for rank, wait in sorted(waiting.items()))
+
+def _mismatched(waiting: Mapping[int, CollectiveAwaited], living: Sequence[int]) -> str:
+    for wait in waiting.values():
+        members = sorted(rank for rank in wait.members if rank in living)  # a rank elsewhere does not matter to them
+        waits = [waiting[rank] for rank in members if rank in waiting]
+        same_place = {(each.group, each.number) for each in waits} == {(wait.group, wait.number)}
+        if len(waits) < len(members) or not same_place or len({each.signature for each in waits}) == 1:
+            continue
+        calls = "; ".join(f"rank {rank}: {waiting[rank].signature}{_where(waiting[rank])}" for rank in members)
         return (
-            f"the ranks call different collectives as number {waits[0].number} of their group: {calls}. Every rank must"
+            f"the ranks call different collectives as number {wait.number} of their group: {calls}. Every rank must"
             " make the same calls in the same order; the usual cause is uneven data"
         )
+    return ""
+
+
+def _is_before(one: CollectiveAwaited, other: CollectiveAwaited) -> bool:
+    return one.group == other.group and one.number < other.number
 
 
 def _left_sentence(left: Sequence[int], others: Sequence[int], wait: CollectiveAwaited, steps: int) -> str:
