@@ -68,6 +68,29 @@ def test_with_a_sharded_optimizer_the_error_comes_before_any_update(tmp_path, st
     assert lines[0]["weights"] == lines[2]["weights"]
 
 
+def test_gradients_that_a_hook_compresses_or_sums_by_itself_stay_means_over_the_survivors(tmp_path):
+    report, said = run(tmp_path, "low_rank")
+
+    assert_landed(report, 1)
+    for rank in (0, 2):
+        for step in range(6):
+            line = said[f"step {step}"][rank]
+            assert line["alive"] == (3 if step < 4 else 2)
+            assert line["grads"] == pytest.approx([3.0 if step < 4 else 3.5] * 64, rel=1e-4)
+        for hook in ("own hook of DDP", "own hook of a parameter"):
+            assert said[hook][rank]["grads"] == pytest.approx([3.5] * 64)
+
+
+def test_with_raise_a_script_hears_once_of_a_death_in_a_sum_of_ddp(tmp_path):
+    report, said = run(tmp_path, "told", "--empty-seats", "raise")
+
+    assert_landed(report, 1)
+    for rank in (0, 2):
+        assert said["ddp"][rank]["alive"] == [0, 2]
+        assert "rank 1 has failed; alive: 0, 2. --empty-seats is raise" in said["first"][rank]["says"]
+        assert (said["again"][rank]["says"], said["again"][rank]["figure"]) == ("", 2.0)
+
+
 def test_a_job_that_lost_a_shard_starts_again(tmp_path):
     report, said = run(tmp_path, "fsdp", "--max-restarts", 1)
 

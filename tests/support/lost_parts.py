@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as with_gradients
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +122,53 @@ def zero():
             return
         optimizer.step()
     note("step", step=last, says="")
+
+
+def low_rank():
+    """Rank 1 dies in the sums of a hook that compresses, of which the second is made in a callback; then hooks of a script."""
+
+    def gradient(model):
+        model.zero_grad()
+        model(torch.full((1, 8), (1.0, 2.0, 6.0)[me])).sum().backward()
+
+    def summed(_, bucket):
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] / dist.get_world_size())
+
+    def sum_gradient(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    # Without the feedback of errors, which are lost with their rank, this mean is exact.
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, use_error_feedback=False)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(6):
+        if step == 4:
+            die()
+        gradient(model)
+        note(f"step {step}", alive=len(holdfast.distributed.alive()), grads=model.module.weight.grad.view(-1).tolist())
+    own = DistributedDataParallel(nn.Linear(8, 8))
+    own.register_comm_hook(None, summed)
+    gradient(own)
+    note("own hook of DDP", grads=own.module.weight.grad.view(-1).tolist())
+    layer = nn.Linear(8, 8)
+    layer.weight.register_post_accumulate_grad_hook(sum_gradient)
+    gradient(layer)
+    note("own hook of a parameter", grads=layer.weight.grad.view(-1).tolist())
+
+
+def told():
+    """Rank 1 dies in a sum of DDP; the script sums a figure after it, twice."""
+    model, figure = DistributedDataParallel(nn.Linear(4, 3)), torch.ones(1)
+    model(torch.ones(2, 4)).sum().backward()
+    dist.all_reduce(figure)
+    die()
+    model(torch.ones(2, 4)).sum().backward()
+    note("ddp", alive=holdfast.distributed.alive())
+    for time in ("first", "again"):
+        figure = torch.ones(1)
+        note(time, says=tried(lambda: dist.all_reduce(figure)), figure=figure.item())  # noqa: B023
 
 
 def fsdp():

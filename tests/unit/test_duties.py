@@ -226,6 +226,9 @@ def test_two_ranks_have_left():
         [left(0), left(1), left(2)],
         [waits(0), waits(1), waits(2)],  # slow, but the same call
         [waits(0), waits(1), waits(2, "barrier", number=13)],  # the others are about to return from it
+        [left(2, completed=13), waits(0, number=13), waits(1)],  # rank 1 is about to return from the one before
+        [waits(0, members=(0, 1)), waits(1, members=(0, 1)), waits(2, "barrier", number=13)],
+        [waits(0), waits(1, "barrier")],  # rank 2 may still come
     ],
 )
 def test_a_wait_that_may_end(records):
@@ -238,6 +241,15 @@ def test_ranks_that_all_wait_in_different_calls():
     assert isinstance(said, JobBroken)
     assert "different collectives as number 12" in said.message
     assert "rank 2: barrier (train.py, line 33)" in said.message
+
+
+def test_a_rank_outside_of_their_group_does_not_hide_that_two_wait_in_different_calls():
+    """It may be an idle spare, or wait for a message."""
+    said = blocked(waits(0, members=(0, 1)), waits(1, "barrier", members=(0, 1)))
+
+    assert isinstance(said, JobBroken)
+    assert "different collectives as number 12 of their group: rank 0: all_reduce(SUM)" in said.message
+    assert "rank 2" not in said.message
 
 
 def test_after_a_loss_the_same_may_not_happen_again():

@@ -1,6 +1,7 @@
 """Which collectives continue over survivors: judged from real call stacks, tensors and what came before."""
 
 import sys
+import threading
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from holdfast.distributed.parts import EXCHANGED, Evidence, Fate
 from holdfast.distributed.sparse import _scaled
 from holdfast.distributed.tasks import Collective
 from holdfast.distributed.tensors import scaled
+from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
 from holdfast.torch_private import task_of_backward
 
 
@@ -214,7 +216,7 @@ def test_large_and_negative_integers_are_scaled_without_overflow():
 
 
 def test_integers_in_a_sparse_tensor_are_scaled_like_others_and_stay_integers():
-    total = torch.sparse_coo_tensor([[0, 3]], torch.tensor([2**60 + 3, 5]), (4,))
+    total = torch.sparse_coo_tensor([[0, 3]], torch.tensor([2**60 + 3, 5]), (4,), check_invariants=True)
 
     whole = _scaled(total, 3, 2)
 
@@ -287,6 +289,19 @@ def test_sums_of_a_hook_are_of_gradients_also_in_a_callback_of_a_future(hook, ta
     site = called_in(f"{HOOKS}.{hook}", lambda: CallSite(sys._getframe(1), task))
 
     assert (site.is_backward, site.is_ddp_outside) == (True, False)
+
+
+@pytest.mark.parametrize(("module", "thread"), [(f"{HOOKS}.powerSGD_hook", "main"), ("__main__", COMPLETES_FUTURES)])
+def test_a_callback_may_wait_for_a_collective_that_it_makes(module, thread):
+    """Another thread would complete that future, which is in the callback, or behind other collectives of this hook."""
+    work, values = PendingWork([METRIC], "all_reduce(SUM)", 30.0, pytest.fail), []
+    reader = threading.Thread(target=lambda: values.append(called_in(module, work.get_future).wait()), name=thread)
+
+    reader.start()
+    work.complete()
+    reader.join(30)
+
+    assert values == [[METRIC]]
 
 
 def test_a_script_may_sum_gradients_in_hooks_of_its_own(replicas):

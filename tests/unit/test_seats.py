@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast.distributed
 from holdfast.comm.seated import SeatedCommunicator
 from holdfast.distributed import registering
+from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group import NewcomerGroup
 from holdfast.distributed.group_base import GroupBase
 from holdfast.distributed.joining import Joining
+from holdfast.distributed.long_waits import LongWaits
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.seating import NEVER, SeatRow, decide
 from holdfast.errors import ConfigError, ScriptError
@@ -243,6 +245,39 @@ def test_all_ranks_stop_for_a_newcomer_at_the_same_boundary_whenever_they_regrou
     assert played.seated_at.keys() == {0, 2}, "the newcomer was not seated"
     assert set(played.seated_at.values()) == {played.joinings[3].at}
     assert {joining.seating.holders[1] for joining in played.joinings.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("shared", "before", "lost"),
+    [
+        (6, (0, 2), ()),  # the script has not heard of the death of rank 1
+        (-1, (0, 2), ()),  # it has
+        (6, (0, 2), (2,)),  # another rank dies while the newcomer is seated
+        (9, (0, 1, 2), ()),  # another newcomer has taken a seat, and the next collective fails
+    ],
+)
+def test_the_same_collectives_fail_on_a_newcomer_as_on_the_others(shared, before, lost):
+    """Its own view, of the deaths since it came, is another one."""
+    failed = []
+    for is_seated in (True, False):
+        thread = CommThread.__new__(CommThread)
+        thread.joining, thread._history = SimpleNamespace(is_seated=is_seated), []
+        its = {shared} - {-1} if is_seated else {0, 3}
+        thread._groups = {WORLD: SimpleNamespace(key=WORLD, ranks=(0, 1, 2), failed=its, broken=False)}
+        thread._settle([(WORLD, 9, 0, shared), (WORLD, 9, 0, shared), (WORLD, 0, 0, -1)], before, lost)
+        failed.append(thread._groups[WORLD].failed)
+
+    assert failed[0] == failed[1]
+
+
+def test_a_wait_is_shown_with_the_number_of_its_collective_though_the_group_has_gone_on():
+    shown = []
+    waits = LongWaits(lambda wait, seats: shown.append((wait.what, wait.number)))
+    group = SimpleNamespace(key=WORLD, completed=13, alive=(0, 1))
+
+    waits.look(SimpleNamespace(what="barrier", signature="", group=group, number=12, begun_s=time.monotonic() - 60))
+
+    assert shown == [("barrier", 12)]
 
 
 # -- collectives by seat

@@ -19,8 +19,10 @@ from holdfast import side_work
 from holdfast.checkpoint import CheckpointStore, steps, take
 from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.comm.surviving import SurvivingGroup
+from holdfast.config import Settings
 from holdfast.distributed import comm_thread
 from holdfast.distributed.comm_thread import CommThread
+from holdfast.distributed.recorder import GroupRecorder
 from holdfast.launch import health, killed_workers, watcher
 from holdfast.launch.clock_offset import ClockServer, measure_offset
 from holdfast.launch.health import HealthMonitor
@@ -120,7 +122,7 @@ def communicate(tmp_path, monkeypatch):
     monkeypatch.setattr(CommThread, "_exchange", lambda self, job: None)
     work = SimpleNamespace(timeout_s=1.0, complete=lambda: ended.append("completed"))
     group = SimpleNamespace(failed=set(), completed=0)
-    job = SimpleNamespace(begun_s=0.0, work=work, group=group, finish=lambda: None)
+    job = SimpleNamespace(begun_s=0.0, number=-1, work=work, group=group, finish=lambda: None)
     thread._carry_out(job)
     assert ended == ["completed"]
 
@@ -134,6 +136,15 @@ def end_with_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(CommThread, "_serve", raises)
     thread._run()
     assert killed
+
+
+def continue_with_the_survivors(tmp_path, monkeypatch):
+    """The communication thread, which cannot print what it has recovered from, or that it scales a sum."""
+    recorder = GroupRecorder(Settings(), 0, (0, 1, 2))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=raises))
+    recorder._check_rank_0(SimpleNamespace(holders={1: 0}))
+    recorder.scaled("all_reduce(SUM)", "train.py, line 3", (0,), 3)
+    recorder.scaled("all_reduce(SUM)", "train.py, line 3", (0, 2), 3)
 
 
 def report_a_dead_rank(tmp_path, monkeypatch):
@@ -218,6 +229,7 @@ DUTIES = [
     complete_futures,
     communicate,
     end_with_a_reason,
+    continue_with_the_survivors,
     report_a_dead_rank,
     end_with_the_others,
     serve_members,

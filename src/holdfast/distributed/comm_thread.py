@@ -39,7 +39,7 @@ from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.distributed.seating import SeatRow
 from holdfast.distributed.tasks import Collective, P2PTransfer, ranks_lost
-from holdfast.distributed.work import PendingWork
+from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
@@ -92,7 +92,7 @@ class CommThread:
         self.meeting: Meeting
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
-        threading.Thread(target=self._complete_futures, name="holdfast-dist-watch", daemon=True).start()
+        threading.Thread(target=self._complete_futures, name=COMPLETES_FUTURES, daemon=True).start()
         its = Settings.from_env()
         usual_s = its.start_timeout_s if is_set(its, "start_timeout_s") else _START_WITHIN_S
         limit_s = None if waits or its.run_dir or not usual_s else usual_s  # a launcher ends missing ranks

@@ -88,7 +88,7 @@ def _scaled(total: torch.Tensor, first: int, alive: int) -> torch.Tensor:
         return total / (alive / first)
     whole = total.coalesce()
     return torch.sparse_coo_tensor(
-        whole.indices(), scaled(whole.values(), first, alive), whole.shape, is_coalesced=True
+        whole.indices(), scaled(whole.values(), first, alive), whole.shape, is_coalesced=True, check_invariants=False
     )
 
 

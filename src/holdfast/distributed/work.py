@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 _EVENTS = {"recv from any rank": "recvAnySource"}
 """Events of torch's profiler that have another name than the collective."""
+
+
+_CHAINING = tuple(
+    f"torch.distributed.algorithms.ddp_comm_hooks.{each}" for each in ("powerSGD_hook", "quantization_hooks")
+)
+"""Hooks whose callbacks make collectives: at once, in the thread of the backward pass, as with NCCL, these are in one order."""
+COMPLETES_FUTURES = "holdfast-dist-watch"
+"""Name of the thread that completes futures, for which a callback in it would wait in vain."""
 
 
 class PendingWork(Work):
@@ -160,7 +169,11 @@ class PendingWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensors."""
+        """Return a future of the tensors: a complete one, if its reader is a callback, or makes collectives in callbacks."""
+        by_hook = str(sys._getframe(1).f_globals.get("__name__")) in _CHAINING
+        in_callback = threading.current_thread().name == COMPLETES_FUTURES
+        if (by_hook or in_callback) and not self._ends_within(self.timeout_s):
+            self._give_up(self)
         with self._lock:
             if self._future is None:
                 # With its devices, a future makes the streams of those that read it wait for the stream that answers.
