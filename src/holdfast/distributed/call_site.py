@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 from torch import nn
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not in its __all__
 
 from holdfast.torch_private import JOINED, OBJECT_BROADCAST, OBJECT_GATHERS
 
