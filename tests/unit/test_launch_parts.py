@@ -247,6 +247,17 @@ def test_lost_ranks_are_known_through_the_error_of_a_callback_and_of_what_follow
     assert run(wrapped, tmp_path).is_loss
     assert run(f"try:\n    raise {lost}\nfinally:\n    1 / 0", tmp_path).is_loss
     assert not run("1 / 0", tmp_path).is_loss
+    assert run(f"try:\n    raise {lost}\nexcept RuntimeError as e:\n    raise KeyError(1) from e", tmp_path).is_loss
+
+
+@pytest.mark.parametrize("mistake", ["undefined", "error.surviors", "1 + None", "raise ValueError from None"])
+def test_a_mistake_where_a_script_handles_a_loss_is_a_bug(tmp_path, mistake):
+    lost = "raise __import__('holdfast').errors.RanksLost('gone')"
+    failed = run(f"try:\n    {lost}\nexcept RuntimeError as error:\n    {mistake}", tmp_path)
+
+    assert failed.is_bug
+    assert not failed.is_loss
+    assert failed.traceback
 
 
 def test_a_traceback_begins_in_the_script(tmp_path):
