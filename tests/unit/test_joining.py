@@ -15,7 +15,7 @@ import pytest
 from holdfast.comm import joining, start_wait
 from holdfast.comm.joining import JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
-from holdfast.comm.start_wait import StartLimit
+from holdfast.comm.start_wait import StartLimit, StartWait
 from holdfast.comm.surviving import SurvivingGroup
 from holdfast.errors import ConfigError, StoreLost
 
@@ -78,6 +78,30 @@ def test_with_a_least_number_the_job_begins_without_those_that_are_missing(capfd
     )
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(SurvivingGroup._leave, joined))
+
+
+@pytest.mark.parametrize(
+    ("leaves_survivors", "least", "then"),
+    [
+        (True, 2, "the job begins without those that are missing"),
+        (False, 2, "the job ends"),
+        (True, 0, "the job ends"),
+    ],
+)
+def test_what_follows_a_wait_is_said(group, leaves_survivors, least, then):
+    wait = StartWait(dataclasses.replace(group, leaves_survivors=leaves_survivors), StartLimit(60.0, least))
+
+    assert wait._line(10.0, "rank 2") == (
+        "holdfast: for 10 s rank 0 waits for rank 2 of 3 processes of srun; after 60 s (HOLDFAST_START_TIMEOUT_S)"
+        f" {then}\n"
+    )
+
+
+def test_a_process_on_a_machine_of_its_own_begins_alone(group):
+    (alone,) = [within(0.5, SurvivingGroup, least=1)(dataclasses.replace(group, is_local=False, leaves_survivors=True))]
+
+    assert alone.ranks == [0]
+    SurvivingGroup._leave(alone)
 
 
 def test_with_fewer_than_the_least_number_all_end(group):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import secrets
@@ -42,7 +41,6 @@ from holdfast.comm.start_wait import LIMIT_S, LONGEST_NAP_S, USUAL, StartLimit, 
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
-from holdfast.side_work import run_aside
 
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
@@ -192,7 +190,7 @@ class JoinedGroup:
 
     def _own_address(self) -> str:
         """Return the address at which the others reach this process."""
-        if self.group.is_local:
+        if self.group.is_local or self.ranks == [self.group.rank]:
             return "127.0.0.1"
         if self.group.rank:
             return _route_to(self.group.host)
@@ -368,8 +366,7 @@ class JoinedGroup:
 
     def _end(self, why: str) -> None:
         after = f", for {self.group.launcher} to restart all" if self.group.restarts_all else ""
-        line = f"holdfast: rank {self.group.rank} ends: {why}{after}\n"
-        run_aside("saying why this rank ends", functools.partial(say, line), None)
+        say(f"holdfast: rank {self.group.rank} ends: {why}{after}\n")
         if self._hub is not None:
             time.sleep(_LET_OTHERS_HEAR_S)
         os._exit(1)

@@ -18,7 +18,6 @@ reaches no majority of the hubs, or whose lease has ended, ends itself. So no pa
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from holdfast.comm.launchers import LaunchedGroup
 from holdfast.comm.start_wait import USUAL, StartLimit, say
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub
-from holdfast.side_work import run_aside
 
 _HUBS = 3
 _END_S = 10.0
@@ -124,8 +122,7 @@ class SurvivingGroup(JoinedGroup):
         left = [other for other in self.ranks if other not in self._dead]
         if left[0] == self.group.rank:
             ranks = ", ".join(map(str, left))
-            line = f"holdfast: rank {rank} has died; the others continue: {ranks}\n"
-            run_aside("saying that a rank has died", functools.partial(say, line), None)
+            say(f"holdfast: rank {rank} has died; the others continue: {ranks}\n")
 
     # -- the end
 

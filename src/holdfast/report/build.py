@@ -22,7 +22,6 @@ from holdfast.records.types import (
     ScriptFailed,
     StragglerSeen,
     ValuesAltered,
-    WorkerEnded,
 )
 from holdfast.report.formatting import DISTRIBUTED
 from holdfast.report.goodput import goodput_of

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
+from holdfast.comm.start_wait import StartLimit, say
 from holdfast.config import Settings
 from holdfast.options import is_set
 from holdfast.records.types import Finished, Record, Recovered, RunStarted
@@ -61,20 +61,14 @@ def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | SoleProce
     settings = dataclasses.replace(settings, store=joined.url, token=joined.token, resume=resumes)
     settings = _without_missing(settings, joined)
     if group.rank == 0:
-        _say(_announcement(group, settings))
+        say(f"holdfast: {_announcement(group, settings)}\n")
     return settings, joined
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"holdfast: {line}\n")
-    sys.stderr.flush()
 
 
 def _join(group: LaunchedGroup, settings: Settings) -> JoinedGroup:
     """Join the other processes, once in each process."""
     if group not in _joined:
         from holdfast.comm.joining import JoinedGroup
-        from holdfast.comm.start_wait import StartLimit
         from holdfast.comm.surviving import SurvivingGroup
 
         limit = StartLimit()
@@ -146,7 +140,7 @@ class LaunchReport:
         if isinstance(record, RunStarted):
             self._joined.note_begun()
             if record.step:
-                _say(f"training resumes at step {record.step}")
+                say(f"holdfast: training resumes at step {record.step}\n")
         elif isinstance(record, Finished) and not self._is_told:
             self._is_told = True
-            _say(f"{record.outcome} before step {record.step}, sha256 {record.sha256}")
+            say(f"holdfast: {record.outcome} before step {record.step}, sha256 {record.sha256}\n")
