@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
-from holdfast.comm.start_wait import StartLimit, say
+from holdfast.comm.start_wait import StartLimit, named, say
 from holdfast.config import Settings
 from holdfast.options import is_set
 from holdfast.records.types import Finished, Record, Recovered, RunStarted
@@ -61,7 +61,7 @@ def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | SoleProce
     settings = dataclasses.replace(settings, store=joined.url, token=joined.token, resume=resumes)
     settings = _without_missing(settings, joined)
     if group.rank == 0:
-        say(f"holdfast: {_announcement(group, settings)}\n")
+        say(f"holdfast: {_announcement(joined, settings)}\n")
     return settings, joined
 
 
@@ -89,9 +89,10 @@ def _without_missing(settings: Settings, joined: JoinedGroup) -> Settings:
     return dataclasses.replace(settings, workers=len(ranks), ranks=",".join(map(str, ranks)), slices=slices)
 
 
-def _announcement(group: LaunchedGroup, settings: Settings) -> str:
+def _announcement(joined: JoinedGroup, settings: Settings) -> str:
     """Return a line that says what these processes can survive."""
-    head = f"{group.size} processes of {group.launcher} have joined; {_what_survives(group)}"
+    group = joined.group
+    head = f"{len(joined.ranks)} processes of {group.launcher} have joined; {_what_survives(joined)}"
     saves = settings.checkpoint_every > 0 or settings.checkpoint_auto
     if not settings.checkpoint_dir:
         how = "start from the beginning, because there is no checkpoint directory (HOLDFAST_CHECKPOINT_DIR)"
@@ -106,17 +107,15 @@ def _announcement(group: LaunchedGroup, settings: Settings) -> str:
     return f"{head}; started again with HOLDFAST_RESUME=1, they {how}"
 
 
-def _what_survives(group: LaunchedGroup) -> str:
-    from holdfast.comm.surviving import num_hubs
-
+def _what_survives(joined: JoinedGroup) -> str:
+    group = joined.group
     if not group.leaves_survivors:
         return "when one fails, all end"
     options = " (--no-kill --kill-on-bad-exit=0 --wait=0)" if group.launcher == "srun" else ""
     survives = f"when one dies, the others continue, if {group.launcher} leaves them alone{options}"
-    hubs = num_hubs(group.size)
-    if hubs == 1:
+    if len(joined.hosts) == 1:
         return f"{survives}; without rank 0, which hosts the membership store, all end"
-    return f"{survives}; the membership store is on ranks 0 to {hubs - 1}, most of which must be alive"
+    return f"{survives}; the membership store is on {named(joined.hosts)}, most of which must be alive"
 
 
 class LaunchReport:
