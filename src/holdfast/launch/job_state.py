@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from holdfast.faults.plan import ENDS
 from holdfast.launch.duties import Duties
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
+from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     CheckpointSaved,
     DeviceLost,
@@ -345,9 +346,8 @@ class JobState:
         start = self._start
         excused = start.excused | {rank for rank, word in start.finished.items() if word.outcome != "done"}
         failed = [f for f in start.failed if f.rank not in excused]
-        if failed and all(
-            record.is_loss for record in failed
-        ):  # what the lost ranks held, the survivors cannot replace
+        if failed and all(record.is_loss for record in failed):
+            # what the lost ranks held, the survivors cannot replace
             return JobLost(min(failed, key=lambda f: (f.t_s, f.rank)).message, is_final=False)
         if failed:
             first = min(failed, key=lambda f: (f.t_s, f.rank))
@@ -438,12 +438,12 @@ class JobState:
             start.finished.values(), begun_s=start.begun_s, codes=codes, gone=start.lost_s.keys() | start.left
         ).values()
         what = "weights" if len({word.sha256 for word in ends}) > 1 else "optimizer states"
-        ranks: dict[str, list[str]] = {}
+        ranks: dict[str, list[int]] = {}
         for word in ends:
-            ranks.setdefault(f"{word.sha256[:12]}, state {word.state_sha256[:12]}", []).append(str(word.rank))
+            ranks.setdefault(f"{word.sha256[:12]}, state {word.state_sha256[:12]}", []).append(word.rank)
         if len(ranks) < 2:
             return ""
-        named = "; ".join(f"rank{'s' * (len(some) > 1)} {', '.join(some)}: {sha256}" for sha256, some in ranks.items())
+        named = "; ".join(f"{named_ranks(some)}: {sha256}" for sha256, some in ranks.items())
         return (
             f"training is complete, but the replicas hold different {what} ({named}): a worker computed wrong bits, or the"
             " script changed its model differently on each worker; --guard stop ends a job at the first difference, and"
@@ -462,8 +462,7 @@ class JobState:
         if untold := self.living():
             if self._all_connect:
                 return "mpirun ended before the workers did"
-            ranks = f"rank{'s' * (len(untold) > 1)} {', '.join(map(str, untold))}"
-            ends = [f"{ranks} ended, and how is not recorded", *ends]
+            ends = [f"{named_ranks(untold)} ended, and how is not recorded", *ends]
         return "; ".join(ends) or "no worker is left, and how they ended is not recorded"
 
     def _cause(self, end: WorkerEnded) -> str:
