@@ -72,8 +72,14 @@ class RanksLost(HoldfastError, RuntimeError):
         self.survivors = survivors
 
 
+_MISTAKES = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
+
+
 def is_of_lost_ranks(error: BaseException | None) -> bool:
-    """Return whether an error is, or was caused by, a :class:`RanksLost`, which torch's callbacks put into their own."""
+    """Return whether an error is, or was caused by, a :class:`RanksLost`, which torch's callbacks put into their own.
+
+    An error in what a script does because of it counts, too, such as in a ``finally``; but not a mistake of its code.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, RanksLost) or (
@@ -81,7 +87,8 @@ def is_of_lost_ranks(error: BaseException | None) -> bool:
         ):
             return True
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        is_apart = error.__suppress_context__ or isinstance(error, _MISTAKES)
+        error = error.__cause__ or (None if is_apart else error.__context__)
     return False
 
 

@@ -128,6 +128,16 @@ def test_rank_0_that_dies_after_its_script_counts_too():
     assert isinstance(said, JobBroken)
 
 
+def test_rank_0_whose_script_has_ended_has_done_its_duties():
+    """It is killed while it waits for the others, or its interpreter crashes at the end."""
+    script = ScriptEnded(t_s=9.2, rank=0, step=8, steps=9, groups=(1,), completed=(9,))
+
+    for code in (-9, -11):
+        at_gate = [recovered(1, (0,)), recovered(2, (0,)), *survivors_finish(1, 2)]
+        said = verdict(*map(in_group, range(3)), script, ended(0, code, t_s=9.5), *at_gate)
+        assert isinstance(said, JobCompleted), said
+
+
 # -- sessions
 
 

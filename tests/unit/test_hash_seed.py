@@ -35,6 +35,10 @@ def test_it_is_the_jobs_unless_the_environment_or_a_checkpoint_has_one(saved, mo
     assert hash_seed(Settings(seed=5, checkpoint_dir="s3://bucket/x", resume=True)) == "5"
     assert hash_seed_line(Settings(checkpoint_dir=saved, resume=True)) == ""
 
+    monkeypatch.setenv(HASH_SEED, "random")
+    assert hash_seed(Settings(seed=5)) == "5", "each worker would have another"
+    assert hash_seed_line(Settings(checkpoint_dir=saved, resume=True)) == ""
+
     monkeypatch.setenv(HASH_SEED, "6")
     assert hash_seed(Settings(seed=5)) == "6"
     assert hash_seed(Settings(checkpoint_dir=saved, resume=True)) == "77"

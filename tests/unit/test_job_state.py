@@ -693,3 +693,30 @@ def test_an_mpirun_that_is_killed_before_a_worker_began_is_no_reason_to_give_up(
 
     assert verdict == JobLost("mpirun was killed by SIGKILL")
     assert isinstance(beginning.verdict(1.0, running=False), JobBroken)
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        [ended(1, -9, t_s=10.0)],
+        [replace(recovered(0, lost=(1,)), t_s=10.0)],  # with its node: nobody has seen it end
+        [Left(t_s=10.0, rank=1, step=4)],
+        [replace(started(1), t_s=9.5)],
+    ],
+)
+def test_bits_of_an_earlier_loop_are_compared_with_none(judge, gone):
+    """Both loops have nine steps; rank 1 has passed the first gate only."""
+    for record in [*map(finished, range(3)), *gone]:
+        judge.apply(record)
+    for rank in (0, 2):
+        judge.apply(replace(finished(rank), t_s=12.0, sha256="of the second loop"))
+
+    assert judge.differing() == ""
+
+
+def test_one_that_the_others_lost_because_it_had_finished_is_compared(judge):
+    for record in [*map(finished, range(3)), ended(1, 0), replace(recovered(0, lost=(1,)), t_s=10.0)]:
+        judge.apply(record)
+    judge.apply(replace(finished(1), sha256="x"))
+
+    assert "rank 1: x, state" in judge.differing()

@@ -15,13 +15,14 @@ import pytest
 from holdfast.comm import joining, start_wait
 from holdfast.comm.joining import JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
-from holdfast.comm.start_wait import StartLimit
+from holdfast.comm.start_wait import StartLimit, StartWait
 from holdfast.comm.surviving import SurvivingGroup
 from holdfast.errors import ConfigError, StoreLost
 
 
 @pytest.fixture
 def group():
+    importlib.import_module("torch.distributed")  # the first import may take longer than a limit
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -80,6 +81,30 @@ def test_with_a_least_number_the_job_begins_without_those_that_are_missing(capfd
         list(pool.map(SurvivingGroup._leave, joined))
 
 
+@pytest.mark.parametrize(
+    ("leaves_survivors", "least", "then"),
+    [
+        (True, 2, "the job begins without those that are missing"),
+        (False, 2, "the job ends"),
+        (True, 0, "the job ends"),
+    ],
+)
+def test_what_follows_a_wait_is_said(group, leaves_survivors, least, then):
+    wait = StartWait(dataclasses.replace(group, leaves_survivors=leaves_survivors), StartLimit(60.0, least))
+
+    assert wait._line(10.0, "rank 2") == (
+        "holdfast: for 10 s rank 0 waits for rank 2 of 3 processes of srun; after 60 s (HOLDFAST_START_TIMEOUT_S)"
+        f" {then}\n"
+    )
+
+
+def test_a_process_on_a_machine_of_its_own_begins_alone(group):
+    (alone,) = [within(0.5, SurvivingGroup, least=1)(dataclasses.replace(group, is_local=False, leaves_survivors=True))]
+
+    assert alone.ranks == [0]
+    SurvivingGroup._leave(alone)
+
+
 def test_with_fewer_than_the_least_number_all_end(group):
     ranks = [dataclasses.replace(group, rank=rank, size=4, leaves_survivors=True) for rank in (0, 2)]
     with ThreadPoolExecutor(2) as pool:
@@ -107,6 +132,51 @@ def test_one_that_has_died_after_the_roll_was_called_is_missing_too(monkeypatch,
         list(pool.map(SurvivingGroup._leave, [each.result() for each in joined]))
 
 
+def test_one_that_dies_while_the_roll_is_called_hosts_no_hub(monkeypatch, group):
+    """Rank 1 said that it was there, and was killed while rank 4 was awaited: three others host the membership store."""
+    monkeypatch.setattr(joining, "_CONNECT_S", 2.0)
+    ranks = [dataclasses.replace(group, rank=rank, size=5, leaves_survivors=True) for rank in range(4)]
+    host = SurvivingGroup._host
+
+    def host_unless_killed(self):
+        if self.group.rank == 1:
+            raise InterruptedError  # its hub ends with it
+        time.sleep(1.0)
+        return host(self)
+
+    monkeypatch.setattr(SurvivingGroup, "_host", host_unless_killed)
+    with ThreadPoolExecutor(4) as pool:
+        started = [pool.submit(within(1.0, SurvivingGroup, least=3), each) for each in ranks]
+        assert isinstance(started.pop(1).exception(), InterruptedError)
+        joined = [each.result() for each in started]
+        assert [each.ranks for each in joined] == [[0, 2, 3]] * 3
+        assert [each._hub is not None for each in joined] == [True] * 3
+        assert joined[0].hosts == [0, 2, 3]
+
+        _is_survived(joined)
+        list(pool.map(SurvivingGroup._leave, joined[1:]))
+
+
+def _is_survived(joined):
+    """Rank 0 dies: the store of the others goes on, led by one whose rank is no index of three."""
+    joined[0]._is_leaving = True
+    joined[0]._store.close()
+    joined[0]._close_hub()
+    ends_s = time.monotonic() + 60
+    while joined[2]._store.get("dead/0") is None:
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+
+
+def test_of_two_that_are_there_one_hosts_the_store(monkeypatch, group):
+    ranks = [dataclasses.replace(group, rank=rank, size=4, leaves_survivors=True) for rank in (0, 3)]
+    with ThreadPoolExecutor(2) as pool:
+        joined = list(pool.map(within(1.0, SurvivingGroup, least=2), ranks))
+        assert [each.hosts for each in joined] == [[0]] * 2
+        assert joined[1]._hub is None
+        list(pool.map(SurvivingGroup._leave, joined))
+
+
 def test_where_rank_0_does_not_arrive_the_meeting_place_is_named(group):
     other = LaunchedGroup(launcher="srun", rank=1, size=3, is_local=True, host="127.0.0.1", port=group.port)
 
@@ -125,7 +195,6 @@ def test_processes_that_were_told_different_things_are_refused(group):
 
 def test_a_second_job_at_the_same_place_is_refused_and_does_not_disturb_the_first(group):
     """Its rank 0 cannot listen there; its other ranks would otherwise take part in the first job."""
-    importlib.import_module("torch.distributed")  # the first import may take longer than the limit
     ranks = [dataclasses.replace(group, rank=rank) for rank in range(3)]
     start = within(4.0)
     with ThreadPoolExecutor(3) as pool:

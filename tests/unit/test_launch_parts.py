@@ -36,6 +36,7 @@ from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.paths import stop_path
 from holdfast.records.types import (
+    CheckpointSaved,
     FailureSeen,
     FaultFired,
     JobRestarted,
@@ -246,6 +247,17 @@ def test_lost_ranks_are_known_through_the_error_of_a_callback_and_of_what_follow
     assert run(wrapped, tmp_path).is_loss
     assert run(f"try:\n    raise {lost}\nfinally:\n    1 / 0", tmp_path).is_loss
     assert not run("1 / 0", tmp_path).is_loss
+    assert run(f"try:\n    raise {lost}\nexcept RuntimeError as e:\n    raise KeyError(1) from e", tmp_path).is_loss
+
+
+@pytest.mark.parametrize("mistake", ["undefined", "error.surviors", "1 + None", "raise ValueError from None"])
+def test_a_mistake_where_a_script_handles_a_loss_is_a_bug(tmp_path, mistake):
+    lost = "raise __import__('holdfast').errors.RanksLost('gone')"
+    failed = run(f"try:\n    {lost}\nexcept RuntimeError as error:\n    {mistake}", tmp_path)
+
+    assert failed.is_bug
+    assert not failed.is_loss
+    assert failed.traceback
 
 
 def test_a_traceback_begins_in_the_script(tmp_path):
@@ -441,7 +453,9 @@ class Deaf:
 def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
     ddp_launcher._stopping.advance(Deaf())
 
-    assert ddp_launcher._view.lines == ["stopping: the ranks receive SIGTERM, within 0 s (Ctrl-C to stop immediately)"]
+    assert ddp_launcher._view._view.lines == [
+        "stopping: the ranks receive SIGTERM, within 0 s (Ctrl-C to stop immediately)"
+    ]
     assert ddp_launcher._stopping.timed_out() == JobBroken("stopped on request, but the ranks did not end within 0 s")
     assert ddp_launcher._restart(JobLost("rank 0 killed by SIGTERM"), (1,)) == JobBroken(
         "stopped on request: rank 0 killed by SIGTERM"
@@ -496,6 +510,7 @@ def stopping(tmp_path):
         paths=SimpleNamespace(run_dir=tmp_path),
         others=None,
         nodes=None,
+        state=JobState("train.py"),
     )
     return StopProcedure(run, SimpleNamespace(is_distributed=False))
 
@@ -556,6 +571,38 @@ def test_a_job_that_is_stopped_waits_for_its_sinks_while_there_is_time_to_report
     assert stopping.patience_s() == 3.0
     stopping._run.clock = SimpleNamespace(now_s=lambda: 20.0)
     assert stopping.patience_s() == 1.0
+
+
+KILLED = JobBroken("stopped on request, but the workers died before they could save")
+COMMITTED = StepCommitted(t_s=0.6, rank=0, step=4, epoch=0, samples=0, workers=3, metrics={})
+SAVED = CheckpointSaved(t_s=1.0, rank=0, step=5, path="ckpt/step-00000005", size_bytes=1, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("records", "verdict", "code"),
+    [
+        ([], KILLED, 4),
+        ([], JobLost("rank 0 killed by SIGTERM"), 4),
+        ([], JobBroken("train.py ended without training", is_final=True), 4),  # a handler called sys.exit(0)
+        ([], NodeDeparted(), None),
+        ([], JobBroken("no such option", exit_code=2), None),
+        ([], JobBroken("KeyError", traceback="T", is_final=True), None),  # a bug, which would end the next start, too
+        ([], JobBroken("RuntimeError", traceback="T"), 4),  # raised because others had ended
+        ([COMMITTED, SAVED], KILLED, 4),
+        ([COMMITTED], KILLED, None),  # the steps of the earlier start are lost
+    ],
+)
+def test_a_stop_before_training_loses_nothing_unless_steps_were_lost_before_or_the_script_fails(
+    stopping, records, verdict, code
+):
+    for record in records:
+        stopping._run.state.apply(record)
+    assert stopping.before_training(verdict) is verdict
+    stopping.request()
+
+    said = stopping.before_training(verdict)
+
+    assert said is verdict if code is None else (said.exit_code, said.message[:14]) == (code, "stopped before")
 
 
 @pytest.mark.parametrize("code", [0, 4])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.engine import mpi_start
 from holdfast.launch.processes import Process
 
 pytest.importorskip("mpi4py", exc_type=ImportError)
@@ -65,3 +66,19 @@ def test_a_worker_whose_mpirun_ended_before_it_looked_does_not_start(tmp_path, i
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
 
     assert (done.returncode, done.stdout) == ((-9, "") if is_orphan else (0, "it started\n")), done.stderr
+
+
+@pytest.mark.parametrize("namespace", ["", "of another job"])
+def test_where_the_processes_of_the_job_are_not_known_none_is_said_to_be_gone(monkeypatch, capsys, namespace):
+    """Without PMIX_NAMESPACE, all of them would be."""
+    env = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
+    for name, value in (env | ({"PMIX_NAMESPACE": namespace} if namespace else {})).items():
+        monkeypatch.setenv(name, value)
+
+    mpi_start._say("for 10 s", "waits for", "then the job ends")
+
+    assert capsys.readouterr().err == (
+        "holdfast: for 10 s rank 1 waits for processes that have not called MPI_Init of 3 processes of mpirun;"
+        " then the job ends\n"
+    )

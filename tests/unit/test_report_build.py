@@ -210,7 +210,7 @@ def test_a_loss_that_nobody_noticed_for_long_is_said_beside_the_time_of_the_reco
     records = [
         dataclasses.replace(record, t_s=record.t_s + lost_s) if record.t_s > 1.55 else record
         for record in one_kill()
-        if not isinstance(record, FaultFired)
+        if not isinstance(record, FaultFired | WorkerEnded)
     ]
 
     report = report_of(records)
@@ -219,7 +219,49 @@ def test_a_loss_that_nobody_noticed_for_long_is_said_beside_the_time_of_the_reco
     assert failure["unnoticed_s"] == pytest.approx(lost_s + 0.06)
     assert failure["recover_s"] == pytest.approx(0.09)
     assert "; noticed only after 9.06 s; training resumed after 90 ms. " in headline(report)
-    assert "; noticed 9.06 s after the last step; next step committed after 90 ms; " in "".join(summary_lines(report))
+    assert "; noticed only after 9.06 s; next step committed after 90 ms; " in "".join(summary_lines(report))
+
+
+@pytest.mark.parametrize(("ended_s", "unnoticed_s"), [(10.55, 0.01), (10.6, 0.0), (8.0, 2.56)])
+def test_a_pause_without_steps_is_no_time_in_which_a_death_was_not_noticed(ended_s, unnoticed_s):
+    """Such as an evaluation: the worker died at its end, as its watcher has recorded."""
+    records = [
+        dataclasses.replace(record, t_s=record.t_s + 9.0) if record.t_s > 1.55 else record
+        for record in one_kill()
+        if not isinstance(record, FaultFired | WorkerEnded)
+    ]
+
+    report = report_of([*records, ended(ended_s, 1)])
+
+    assert report["failures"][0]["unnoticed_s"] == pytest.approx(unnoticed_s)
+    assert ("noticed only after" in headline(report)) == (unnoticed_s > 1)
+
+
+def test_a_hang_counts_from_the_last_step_because_the_launcher_ended_it():
+    records = [record for record in one_kill() if not isinstance(record, FaultFired)]
+    fence = WorkerFenced(t_s=1.555, rank=1, step=5, silent_s=3.0, reason="it hung", stack="")
+
+    (failure,) = report_of([*records, fence])["failures"]
+
+    assert failure["kind"] == "hang"
+    assert failure["unnoticed_s"] == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize("how", ["killed", "with its node", "left", "in the next loop"])
+def test_the_bits_of_an_earlier_loop_are_not_those_of_the_end(how):
+    """Both loops have ten steps; worker 1 has passed the first gate only."""
+    gone = {
+        "killed": [ended(2.5, 1)],
+        "with its node": [recovered(2.5, 0, 5, (1,), (0, 2, 3))],
+        "left": [Left(t_s=2.5, rank=1, step=5)],
+        "in the next loop": [],
+    }[how]
+    begun = [*started(2.3, (0, 2, 3)), *(started(2.3, (1,)) if how == "in the next loop" else ())]
+
+    report = report_of([*undisturbed(), *begun, *gone, *finished(3.0, (0, 2, 3), bits="cd")])
+
+    assert report["workers"]["ranks_finished"] == [0, 2, 3]
+    assert report["replicas"]["identical"]
 
 
 def test_two_killed_at_once_share_the_recovery():

@@ -18,11 +18,13 @@ import torch
 from holdfast import side_work
 from holdfast.checkpoint import CheckpointStore, steps, take
 from holdfast.checkpoint.writer import CheckpointWriter
+from holdfast.comm import start_wait
 from holdfast.comm.surviving import SurvivingGroup
 from holdfast.config import Settings
 from holdfast.distributed import comm_thread
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.recorder import GroupRecorder
+from holdfast.engine import exits
 from holdfast.launch import health, killed_workers, watcher
 from holdfast.launch.clock_offset import ClockServer, measure_offset
 from holdfast.launch.health import HealthMonitor
@@ -78,6 +80,32 @@ def watch(tmp_path, monkeypatch):
     assert watcher._wait_and_publish({"worker": handle}, settings, 0) == {"worker"}
     worker.communicate()
     os.close(handle)
+
+
+def request_stop(tmp_path, monkeypatch):
+    """The watcher of a worker whose launcher has died, on a full disk: the worker is asked to save and stop."""
+    monkeypatch.setattr(watcher, "stop_path", lambda run_dir: SimpleNamespace(touch=raises))
+    monkeypatch.setenv(watcher.ALL_STOP, "1")
+    worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watcher._request_stop(worker.pid, SimpleNamespace(run_dir=str(tmp_path)))
+    worker.communicate()
+    assert worker.returncode == -signal.SIGTERM
+
+
+def start_beside(tmp_path, monkeypatch):
+    """A worker of mpirun, which cannot start the process that says for which ones it waits: it starts."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(exits.subprocess, "Popen", raises)
+    started = []
+    with exits.stacks_and_exit_after(DEADLINE_S):
+        started.append(True)
+    assert started
+
+
+def say_that_it_begins(tmp_path, monkeypatch):
+    """A process that says something at its start, with nowhere to write it: it starts."""
+    monkeypatch.setattr(start_wait, "_write", raises)
+    start_wait.say("holdfast: 2 processes of srun have joined\n")
 
 
 def report_deaths(tmp_path, monkeypatch):
@@ -224,6 +252,9 @@ def end_stuck_workers(tmp_path, monkeypatch):
 DUTIES = [
     beat,
     watch,
+    request_stop,
+    start_beside,
+    say_that_it_begins,
     report_deaths,
     answer_clocks,
     complete_futures,

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import secrets
@@ -42,7 +41,6 @@ from holdfast.comm.start_wait import LIMIT_S, LONGEST_NAP_S, USUAL, StartLimit, 
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
-from holdfast.side_work import run_aside
 
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
@@ -86,15 +84,16 @@ class JoinedGroup:
         self._hub: Hub | None = None
         self._pid = os.getpid()
         self._failed = self._is_leaving = False
+        self.hosts = [0]
+        """Processes that host the membership store."""
         self._rendezvous = _open_rendezvous(group, self._wait)
         self._check_alike()
-        self.ranks = self._call_roll()
-        """Processes that take part."""
-        self._wait.restart(_CONNECT_S)
-        self._hub_address = self._host() if group.rank in self._hosts else None
         with contextlib.ExitStack() as undo:
-            if self._hub is not None:
-                undo.callback(self._hub.close)
+            undo.callback(self._close_hub)
+            self.ranks = self._call_roll()
+            """Processes that take part."""
+            self._wait.restart(_CONNECT_S)
+            self._hub_address = self._host()
             self._store = self._enter()
             undo.callback(self._store.close)
             self._await_all()
@@ -105,11 +104,6 @@ class JoinedGroup:
 
     _on_death = "end"
     """What the other processes do when one dies."""
-
-    @property
-    def _hosts(self) -> Sequence[int]:
-        """Processes that host the membership store."""
-        return self.ranks[:1]
 
     _part = "liveness"
     """Part of the store in which processes show that they live."""
@@ -179,8 +173,13 @@ class JoinedGroup:
                 f"when a process dies, rank 0 would {theirs}, but rank {rank} would {mine}: set {ON_DEATH} to the same in all"
             )
 
+    def _prepare_host(self) -> None:
+        """Do what a host must have done before this process says that it is there: nothing, as rank 0 is the host."""
+
     def _host(self) -> HubAddress | None:
-        """Host the membership store, and publish where it is."""
+        """In the host of the membership store: open it, and publish where it is."""
+        if self.group.rank:
+            return None
         host, told = self._own_address(), self._token_to_tell()
         token = self._token_of(told)
         self._hub = hub = Hub(token, host, lease_s=LEASE_S, ends_with_connection=True)
@@ -196,6 +195,8 @@ class JoinedGroup:
             return "127.0.0.1"
         if self.group.rank:
             return _route_to(self.group.host)
+        if len(self.ranks) == 1:
+            return "127.0.0.1"
         last = self._rendezvous.get(self._key(f"here/{self.ranks[-1]}")).decode()
         return _route_to(last)  # this machine's own name may mean a loopback address
 
@@ -208,6 +209,7 @@ class JoinedGroup:
         group, place, wait = self.group, self._rendezvous, self._wait
         if not group.has_store and place.add(self._key(f"seat/{group.rank}"), 1) > 1:
             raise self._taken()
+        self._prepare_host()
         if group.rank:
             place.set(self._key(f"here/{group.rank}"), "-" if group.is_local else _route_to(group.host))
             wait.restart(wait.limit.limit_s + _CONNECT_S)  # rank 0, which says who is missing, may have begun later
@@ -368,8 +370,7 @@ class JoinedGroup:
 
     def _end(self, why: str) -> None:
         after = f", for {self.group.launcher} to restart all" if self.group.restarts_all else ""
-        line = f"holdfast: rank {self.group.rank} ends: {why}{after}\n"
-        run_aside("saying why this rank ends", functools.partial(say, line), None)
+        say(f"holdfast: rank {self.group.rank} ends: {why}{after}\n")
         if self._hub is not None:
             time.sleep(_LET_OTHERS_HEAR_S)
         os._exit(1)
@@ -382,8 +383,12 @@ class JoinedGroup:
             if self.group.rank == 0:
                 self._store.wait(self._have_ended)
         self._store.close()
+        self._close_hub()
+
+    def _close_hub(self) -> None:
         if self._hub is not None:
             self._hub.close()
+            self._hub = None
 
     def _have_ended(self) -> bool | None:
         others = range(1, self.group.size)

@@ -85,13 +85,13 @@ class StartWait:
                 return False
             if says and waited_s >= self._due_s:
                 self._due_s = _LINE_EVERY_S * (waited_s // _LINE_EVERY_S + 1)
-                line = self._line(waited_s, awaited())
-                run_aside("saying what this rank waits for", functools.partial(say, line), None)
+                say(self._line(waited_s, awaited()))
             time.sleep(min(max(waited_s / 20, _SHORTEST_NAP_S), LONGEST_NAP_S))
         return True
 
     def _line(self, waited_s: float, awaited: str) -> str:
-        then = "the job begins without those that are missing" if self.limit.least else "the job ends"
+        may_begin = self.limit.least and self._group.leaves_survivors
+        then = "the job begins without those that are missing" if may_begin else "the job ends"
         limit = (
             f"; after {self._limit_s:.0f} s (HOLDFAST_START_TIMEOUT_S) {then}"
             if self._limit_s == self.limit.limit_s > 0
@@ -153,7 +153,11 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, after all that the script has printed."""
+    """Write a line to stderr, after all that the script has printed, if that is possible."""
+    run_aside("writing to stderr", functools.partial(_write, line), None)
+
+
+def _write(line: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(line)
     sys.stderr.flush()

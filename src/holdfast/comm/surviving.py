@@ -1,7 +1,7 @@
 """Processes of another launcher that continue when some of them die, if the launcher leaves them alone.
 
-The first three host hubs of a cluster, so that the membership store survives any of them; of two processes, only the
-first one does. They find each other at a TCPStore of torch, which is not needed afterwards. Each process holds a leased
+The first three that are there host hubs of a cluster, so that the membership store survives any of them; of two
+processes, only the first one does. They find each other at a TCPStore of torch, which is not needed afterwards. Each process holds a leased
 key. When the lease ends, as it does soon after the process has died, the others report the death in the store, as the
 launchers of ``holdfast run`` do, and :class:`~holdfast.membership.roster.Roster` continues without it. A process that
 reaches no majority of the hubs, or whose lease has ended, ends itself. So no part of a divided job trains beside another.
@@ -18,23 +18,36 @@ reaches no majority of the hubs, or whose lease has ended, ends itself. So no pa
 from __future__ import annotations
 
 import contextlib
-import functools
+import json
 import os
+import socket
 import time
-from collections.abc import Sequence
 
 from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
 from holdfast.comm.start_wait import USUAL, StartLimit, say
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub
-from holdfast.side_work import run_aside
 
 _HUBS = 3
 _END_S = 10.0
 """How long a process that hosts a hub waits at the end for the others."""
 _HEAR_S = 0.3
 """Time for the others to receive what the hub has sent, before it ends."""
+
+
+_PROBE_S = 5.0
+"""How long the hub of a process that was there may take to answer: its machine may be lost."""
+
+
+def _answers(address: str) -> bool:
+    """Return whether a process listens at ``HOST:PORT``."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def num_hubs(size: int) -> int:
@@ -60,34 +73,61 @@ class SurvivingGroup(JoinedGroup):
         self._dead: set[int] = set()
         super().__init__(group, limit)
 
-    @property
-    def _hosts(self) -> Sequence[int]:
-        """See :attr:`JoinedGroup._hosts`: the first ones."""
-        return self.ranks[: num_hubs(len(self.ranks))]
-
     # -- joining
 
-    def _host(self) -> HubAddress | None:
-        """Host one of the hubs, and publish where it is."""
-        rank, address = self.group.rank, self._own_address()
+    def _prepare_host(self) -> None:
+        """Open the hub that this process may host: if it dies before all are there, nothing listens there.
+
+        If processes may be missing, each of the others may be among the first three.
+        """
+        rank = self.group.rank
         if rank == 0:
             self._rendezvous.set(self._key("token"), self._token_to_tell())
-        token = self._token_of(self._read("token").decode())
+        elif self._wait.limit.least or rank < num_hubs(self.group.size):
+            self._open_hub()
+
+    def _open_hub(self) -> None:
+        rank, token = self.group.rank, self._token_of(self._read("token").decode())
         self._hub = hub = Hub(
-            token, address, lease_s=LEASE_S, ends_with_connection=True, places=None, place=self.group.rank
+            token, self._own_address(), lease_s=LEASE_S, ends_with_connection=True, places=None, place=rank
         )
         os.register_at_fork(after_in_child=hub.forget)
         self._rendezvous.set(self._key(f"hub/{rank}"), hub.address)
+
+    def _host(self) -> HubAddress | None:
+        """Form the cluster with the other hubs, if this process hosts one."""
+        if self.group.rank == 0:
+            self._open_hub()
+            self._rendezvous.set(self._key("hubs"), json.dumps(self._choose_hubs()))
         places = self._places()
-        hub.form(places if len(places) > 1 else ())
+        self.hosts = [rank for rank, address in enumerate(places) if address]
+        if self._hub is not None and self._hub.address in places:
+            self._hub.form(places if len(self.hosts) > 1 else ())
+        else:
+            self._close_hub()
         return None
 
+    def _choose_hubs(self) -> list[str]:
+        """In rank 0: return the address of each rank's hub, "" if it hosts none, up to the last that does."""
+        place = self._rendezvous
+        assert self._hub is not None
+        found = {0: self._hub.address}
+        for rank in self.ranks[1:]:
+            if len(found) < _HUBS and place.check([key := self._key(f"hub/{rank}")]):
+                address = place.get(key).decode()
+                if _answers(address):
+                    found[rank] = address
+        hosts = sorted(found)[: num_hubs(len(found))]
+        return [found[rank] if rank in hosts else "" for rank in range(hosts[-1] + 1)]
+
     def _places(self) -> list[str]:
-        return [self._read(f"hub/{rank}", rank).decode() for rank in self._hosts]
+        places: list[str] = json.loads(self._read("hubs"))
+        return places
 
     def _find(self) -> HubAddress:
         """Return where the hubs are."""
-        return HubAddress(",".join(self._places()), self._token_of(self._read("token").decode()), has_begun=False)
+        address = ",".join(filter(None, self._places()))
+        return HubAddress(address, self._token_of(self._read("token").decode()), has_begun=False)
 
     # -- liveness, in a thread
 
@@ -124,8 +164,7 @@ class SurvivingGroup(JoinedGroup):
         left = [other for other in self.ranks if other not in self._dead]
         if left[0] == self.group.rank:
             ranks = ", ".join(map(str, left))
-            line = f"holdfast: rank {rank} has died; the others continue: {ranks}\n"
-            run_aside("saying that a rank has died", functools.partial(say, line), None)
+            say(f"holdfast: rank {rank} has died; the others continue: {ranks}\n")
 
     # -- the end
 
@@ -143,8 +182,7 @@ class SurvivingGroup(JoinedGroup):
                 self._store.wait(self._have_ended, _END_S)
                 time.sleep(_HEAR_S)
         self._store.close()
-        if self._hub is not None:
-            self._hub.close()
+        self._close_hub()
 
     def _have_ended(self) -> bool | None:
         ranks, store = self.ranks, self._store

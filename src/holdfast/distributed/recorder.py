@@ -268,6 +268,7 @@ class GroupRecorder:
         if not has_session():
             ended = ScriptEnded(steps=self._step + 1, groups=tuple(completed), completed=tuple(completed.values()))
             self._log.write(ended)
+        self._lead_lost |= self.is_watched  # the launcher knows whether rank 0's script had ended, too
 
     def finished(self) -> None:
         """Record the end of the job: no other rank needs this one any more."""

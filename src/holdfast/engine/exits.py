@@ -66,7 +66,11 @@ def stacks_and_exit_after(limit_s: float | None) -> Iterator[None]:
     beside = None
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("mpi_start.py")), str(limit_s)]
-        beside = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        beside = run_aside(
+            "the process that says for which ones this one waits",
+            lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL),
+            None,
+        )
     faulthandler.dump_traceback_later(
         limit_s + _SAY_S, file=2, exit=True
     )  # sys.stderr may be no file, as in a notebook

@@ -60,7 +60,9 @@ class Duties:
             died_late: Workers that died after training, and whose loss the others have not recovered from.
         """
         if self._is_distributed:
-            return "" if self.holder in ended_well else self._missing_of_rank_0(ended_well)
+            # the record of the script's end: a crash of the interpreter afterwards, or a kill at the gate, takes nothing away
+            has_written = self.holder in ended_well or self.holder in self._ended
+            return "" if has_written else self._missing_of_rank_0(ended_well)
         return self._missing_after_training(ended_well, died_late) if died_late else ""
 
     def _missing_of_rank_0(self, ended_well: Collection[int]) -> str:

@@ -22,15 +22,21 @@ def hash_seed(settings: Settings) -> str:
 
     It is that of the checkpoint that the job resumes from; else that of the environment, or the job's seed.
     """
-    return _of_checkpoint(settings) or os.environ.get(HASH_SEED) or str(settings.seed % _MOST)
+    return _of_checkpoint(settings) or _of_environment() or str(settings.seed % _MOST)
 
 
 def hash_seed_line(settings: Settings) -> str:
     """Return a line that says that the checkpoint's seed is used and not another one of the environment; or ""."""
-    kept, given = _of_checkpoint(settings), os.environ.get(HASH_SEED)
-    if not kept or given in (None, "", kept):
+    kept, given = _of_checkpoint(settings), _of_environment()
+    if not kept or given in ("", kept):
         return ""
     return f"{HASH_SEED} is {kept} as when the checkpoint was made, and not {given} as in the environment"
+
+
+def _of_environment() -> str:
+    """Return the seed in the environment; "" if there is none, or a random one, which would be another in each worker."""
+    seed = os.environ.get(HASH_SEED, "")
+    return "" if seed == "random" else seed
 
 
 def _of_checkpoint(settings: Settings) -> str:

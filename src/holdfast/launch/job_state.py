@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from holdfast.faults.plan import ENDS
 from holdfast.launch.duties import Duties
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
+from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     CheckpointSaved,
     DeviceLost,
@@ -23,6 +24,7 @@ from holdfast.records.types import (
     WorkerEnded,
 )
 from holdfast.report.event_lines import cause_of_death
+from holdfast.report.lives import at_last_gate
 
 POISON_DEATHS = 3
 """Consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""
@@ -85,7 +87,7 @@ class _Start:
 
     ranks: tuple[int, ...]
     processes: tuple[int, ...]
-    begun: set[int] = field(default_factory=set)
+    begun_s: dict[int, float] = field(default_factory=dict)
     lost_s: dict[int, float] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
@@ -178,12 +180,12 @@ class JobState:
     def could_not_connect(self) -> bool:
         """Whether no worker was connected in this start, and none was seen while the script prepares: it is not the cause."""
         start = self._start
-        return not (start.connected or start.begun) and _PREPARING not in start.phases.values()
+        return not (start.connected or start.begun_s) and _PREPARING not in start.phases.values()
 
     @property
     def has_begun(self) -> bool:
         """Whether a worker has begun to train in this start of the job."""
-        return bool(self._start.begun)
+        return bool(self._start.begun_s)
 
     def has_ended(self, rank: int) -> bool:
         """Return whether the end of a worker is recorded."""
@@ -230,7 +232,7 @@ class JobState:
         start.duties.apply(record)
         match record:
             case RunStarted():
-                start.begun.add(record.rank)
+                start.begun_s[record.rank] = record.t_s
             case Recovered():
                 for rank in record.lost:
                     start.lost_s.setdefault(rank, record.t_s)
@@ -344,9 +346,8 @@ class JobState:
         start = self._start
         excused = start.excused | {rank for rank, word in start.finished.items() if word.outcome != "done"}
         failed = [f for f in start.failed if f.rank not in excused]
-        if failed and all(
-            record.is_loss for record in failed
-        ):  # what the lost ranks held, the survivors cannot replace
+        if failed and all(record.is_loss for record in failed):
+            # what the lost ranks held, the survivors cannot replace
             return JobLost(min(failed, key=lambda f: (f.t_s, f.rank)).message, is_final=False)
         if failed:
             first = min(failed, key=lambda f: (f.t_s, f.rank))
@@ -377,7 +378,7 @@ class JobState:
         return any(t_s < failed.t_s for rank, t_s in known if rank != failed.rank)
 
     def _left_early(self, rank: int, end: WorkerEnded) -> JobBroken:
-        if rank in self._start.begun:
+        if rank in self._start.begun_s:
             message = f"rank {rank} left training at step {end.step} before its end: {self._script} returned"
         else:
             message = f"{self._script} ended without training: it never ran session.steps(...)"
@@ -417,9 +418,9 @@ class JobState:
             return JobCompleted(
                 min(gave_up or passed, key=lambda word: (word.outcome != "stopped", -word.step, word.rank))
             )
-        if not start.begun and not start.ended and crash:
+        if not start.begun_s and not start.ended and crash:
             return JobLost(crash)
-        if not start.begun and not start.ended:
+        if not start.begun_s and not start.ended:
             return JobBroken("the workers did not start", unexplained=True)
         return JobLost(self._how_lost())
 
@@ -432,15 +433,17 @@ class JobState:
     def differing(self) -> str:
         """Return how the replicas that finished differ; "" if they hold the same bits, or that is unknown."""
         start = self._start
-        last = max((word.step for word in start.finished.values()), default=-1)
-        ends = [word for rank, word in sorted(start.finished.items()) if word.step == last and rank not in start.left]
+        codes = {rank: end.exit_code for rank, end in start.ended.items()}
+        ends = at_last_gate(
+            start.finished.values(), begun_s=start.begun_s, codes=codes, gone=start.lost_s.keys() | start.left
+        ).values()
         what = "weights" if len({word.sha256 for word in ends}) > 1 else "optimizer states"
-        ranks: dict[str, list[str]] = {}
+        ranks: dict[str, list[int]] = {}
         for word in ends:
-            ranks.setdefault(f"{word.sha256[:12]}, state {word.state_sha256[:12]}", []).append(str(word.rank))
+            ranks.setdefault(f"{word.sha256[:12]}, state {word.state_sha256[:12]}", []).append(word.rank)
         if len(ranks) < 2:
             return ""
-        named = "; ".join(f"rank{'s' * (len(some) > 1)} {', '.join(some)}: {sha256}" for sha256, some in ranks.items())
+        named = "; ".join(f"{named_ranks(some)}: {sha256}" for sha256, some in ranks.items())
         return (
             f"training is complete, but the replicas hold different {what} ({named}): a worker computed wrong bits, or the"
             " script changed its model differently on each worker; --guard stop ends a job at the first difference, and"
@@ -459,8 +462,7 @@ class JobState:
         if untold := self.living():
             if self._all_connect:
                 return "mpirun ended before the workers did"
-            ranks = f"rank{'s' * (len(untold) > 1)} {', '.join(map(str, untold))}"
-            ends = [f"{ranks} ended, and how is not recorded", *ends]
+            ends = [f"{named_ranks(untold)} ended, and how is not recorded", *ends]
         return "; ".join(ends) or "no worker is left, and how they ended is not recorded"
 
     def _cause(self, end: WorkerEnded) -> str:

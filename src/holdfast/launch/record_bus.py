@@ -24,6 +24,7 @@ from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
 from holdfast.records.queued import QueuedSink
+from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     FaultFired,
     JobRestarted,
@@ -86,7 +87,8 @@ class RecordBus:
         self.is_training = False
         """Whether a step was committed in this start of the job."""
 
-        self.speaks = run.job.node_rank == 0 or run.others is None or read_step(os.environ) is None
+        self._is_merged = read_step(os.environ) is not None
+        self.speaks = run.job.node_rank == 0 or run.others is None or not self._is_merged
         """Whether this launcher displays what concerns the whole job. ``srun`` merges the output of all: the first does."""
 
         self.begun: RunStarted | None = None
@@ -216,7 +218,7 @@ class RecordBus:
     def _poll_nodes(self, others: NodeGroup) -> None:
         state = self._run.state
         changes = others.poll()
-        self.speaks = others.is_first() or read_step(os.environ) is None
+        self.speaks = others.is_first() or not self._is_merged
         for rank in changes.newcomers:
             state.wait_for(rank)
         received = others.receive()
@@ -227,7 +229,7 @@ class RecordBus:
         state.lose(changes.parted)
         for node, ranks in changes.lost.items():
             state.lose(ranks)
-            what = f", with {', '.join(f'rank {rank}' for rank in ranks)}" if ranks else ""
+            what = f", with {named_ranks(ranks)}" if ranks else ""
             self._print(f"node {node} is lost{what}")
 
     def _is_kept_for_later(self, rank: int, line: str) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.launch.hangs import StuckWorker
 from holdfast.phases import Phase
 from holdfast.records.beacon import UNCONNECTED
+from holdfast.records.texts import named_ranks
 
 _TIMES = 3.0
 """Factor on the slowest arrival so far."""
@@ -229,4 +230,4 @@ class StartupMonitor:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {', '.join(map(str, ranks))}"
+    return named_ranks(ranks) if len(ranks) == 1 else f"each of {named_ranks(ranks)}"

@@ -11,7 +11,7 @@ from types import FrameType
 
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import JobAttempt
-from holdfast.launch.job_state import JobBroken, JobCompleted, Verdict
+from holdfast.launch.job_state import JobBroken, JobCompleted, NodeDeparted, Verdict
 from holdfast.launch.nodes import FENCE_LEASES
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.paths import stop_path
@@ -105,15 +105,18 @@ class StopProcedure:
     def before_training(self, verdict: Verdict) -> Verdict:
         """Return how the job ended, if it was asked to stop before a worker had begun to train: then nothing was lost.
 
-        Such workers end in any way: killed by the signal, or as a handler of the script has it.
+        Such workers end in any way: killed by the signal, or as a handler of the script has it. A bug that the script has
+        shown would end the next start, too.
         """
         state = self._run.state
         is_early = self.is_requested and not (state.has_begun or self._bus.is_distributed)
-        if not is_early or isinstance(verdict, JobCompleted) or getattr(verdict, "exit_code", 1) == 2:
+        if not is_early or isinstance(verdict, JobCompleted | NodeDeparted):
+            return verdict
+        if isinstance(verdict, JobBroken) and (verdict.exit_code == 2 or (verdict.is_final and verdict.traceback)):
             return verdict
         if state.last_step < 0:
             return JobBroken("stopped before training; nothing was lost", exit_code=4)
-        return JobBroken("stopped before training continued", exit_code=4)
+        return verdict if state.saved is None else JobBroken("stopped before training continued", exit_code=4)
 
     def patience_s(self) -> float:
         """Return how long the end of the job may wait for what receives its records; infinite if it was not asked to stop.

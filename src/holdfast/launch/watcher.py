@@ -220,8 +220,8 @@ def _request_stop(pid: int, settings: Settings) -> None:
     """Ask the worker ``pid``, whose launcher is gone, to save and stop: with all workers, or to leave the job."""
     run_dir = Path(settings.run_dir)
     if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
-        stop_path(run_dir).touch(mode=0o600)
-        launcher_lost_path(run_dir).touch(mode=0o600)
+        for path in (stop_path(run_dir), launcher_lost_path(run_dir)):  # without them, this worker alone leaves
+            run_aside("asking all workers to stop", functools.partial(path.touch, mode=0o600), None)
     os.kill(pid, signal.SIGTERM)
 
 

@@ -57,7 +57,8 @@ class Hub(LineServer):
         lease_s: A client without a heartbeat for this long loses its leased keys.
         ends_with_connection: Whether a client also loses them as soon as its connection ends; in a cluster, unless it
             comes back at once.
-        places: ``HOST:PORT`` of all hubs of a cluster; empty for a hub that is alone; None until :meth:`form`.
+        places: ``HOST:PORT`` of all hubs of a cluster, "" where there is none; empty for a hub that is alone; None until
+            :meth:`form`.
         place: Index of this one among them.
 
     Raises:

@@ -163,9 +163,9 @@ class HubCluster:
         """Read by any thread: no other hub counts on this one."""
 
     def begin(self, places: Sequence[str]) -> None:
-        """Start, with the hubs at these places; a hub that is alone leads at once."""
+        """Start, with the hubs at these places, "" for none; a hub that is alone leads at once."""
         self.places = tuple(places)
-        self._links = [PeerLink(n, address, self) for n, address in enumerate(places) if n != self._place]
+        self._links = [PeerLink(n, address, self) for n, address in enumerate(places) if address and n != self._place]
         if not self._links:
             self.consensus.found([self.consensus.me])
             self._note_role()

@@ -20,10 +20,8 @@ from holdfast.records.types import (
     RunStarted,
     SamplesLost,
     ScriptFailed,
-    StepCommitted,
     StragglerSeen,
     ValuesAltered,
-    WorkerEnded,
 )
 from holdfast.report.formatting import DISTRIBUTED
 from holdfast.report.goodput import goodput_of
@@ -172,15 +170,8 @@ def _happenings(history: History) -> dict[str, Any]:
 def _finished(history: History) -> dict[int, Finished]:
     """Return by rank the workers that passed the last gate and lived on, in the last life in which any worker did."""
     for life in reversed(history.lives):
-        begun_s = {record.rank: record.t_s for record in life.of(RunStarted)}
-        died = {record.rank for record in life.of(WorkerEnded) if record.exit_code < 0}
-        # a worker that has begun another loop has passed the gate of an earlier one only
-        records = [r for r in life.of(Finished) if r.t_s >= begun_s.get(r.rank, r.t_s) and r.rank not in died]
-        if records:
-            last = {record.rank: record for record in sorted(records, key=lambda r: r.rank)}
-            end = max(record.step for record in records)
-            # A worker that passed only the gate of an earlier training loop has since failed or left.
-            return {rank: r for rank, r in last.items() if history.is_distributed or r.step == end}
+        if finished := life.at_last_gate(any_step=history.is_distributed):
+            return finished
     return {}
 
 
@@ -223,12 +214,14 @@ def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
 
 
 def _unnoticed_s(failure: LostWorker, history: History) -> float | None:
-    """Return the seconds from the last committed step to the detection of a failure that nobody injected."""
+    """Return the seconds to the detection of a failure that nobody injected: from the worker's end, if that is known.
+
+    Otherwise, as for a lost node, they count from the last committed step: the worker has died since.
+    """
     if failure.injected or failure.known_s is None:
         return None
-    before = (record.t_s for record in history.of(StepCommitted) if record.t_s <= failure.known_s)
-    last_s = max(before, default=None)
-    return None if last_s is None else _seconds(failure.known_s - last_s)
+    since_s = history.last_commit_s(failure.known_s) if failure.ended_s is None else failure.ended_s
+    return None if since_s is None else _seconds(max(0.0, failure.known_s - since_s))
 
 
 def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
 
-from holdfast.records.texts import RANK_0_LOST
+from holdfast.records.texts import RANK_0_LOST, named_ranks
 from holdfast.records.types import (
     ActionRequested,
     CheckpointSaved,
@@ -122,7 +121,7 @@ class EventFormatter:
             case CheckpointSaved():
                 return ("saved", record.step), f"checkpoint before step {record.step}: {record.path}"
             case JobRestarted():
-                on = _ranks(record.workers)
+                on = named_ranks(record.workers)
                 return ("restart",), f"start {record.restart + 1} of the job, on {on}: {record.reason}"
             case Finished(outcome="stopped"):
                 return ("stopped",), f"stopped before step {record.step}"
@@ -132,19 +131,19 @@ class EventFormatter:
         parts = self._losses(record)
         if record.joined:
             parts.append(
-                f"{_ranks(record.joined)} joined at step {record.step}; the other workers paused for {seconds(record.held_s)}"
+                f"{named_ranks(record.joined)} joined at step {record.step}; the other workers paused for {seconds(record.held_s)}"
             )
         # Under torch.distributed, before the first step or without steps, no step can be named.
         has_no_step = record.decision == "continue" and self._started is None
         if has_no_step:  # whether a script continues depends on its next collective
             return "; ".join(
-                [*parts, f"{_ranks(record.survivors)} {'is' if len(record.survivors) == 1 else 'are'} left"]
+                [*parts, f"{named_ranks(record.survivors)} {'is' if len(record.survivors) == 1 else 'are'} left"]
             )
         if record.decision in ("redo", "grow") and not record.redone_steps:
             verb = "continues" if len(record.survivors) == 1 else "continue"
-            return "; ".join([*parts, f"{_ranks(record.survivors)} {verb}"])
+            return "; ".join([*parts, f"{named_ranks(record.survivors)} {verb}"])
         what = decision_of(record.decision).sentence.format(step=record.step)
-        return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
+        return "; ".join([*parts, f"{what} with {named_ranks(record.survivors)}"])
 
     def _losses(self, record: Recovered) -> list[str]:
         """Return the lost ranks; the record of a worker that left in order may arrive after those of the survivors."""
@@ -152,8 +151,8 @@ class EventFormatter:
         if not lost:
             return []
         if record.decision in ("redo", "grow") and not record.redone_steps and not self._injected.intersection(lost):
-            return [f"{_ranks(lost)} {'has' if len(lost) == 1 else 'have'} ended"]
-        return [f"lost {_ranks(lost)}"]
+            return [f"{named_ranks(lost)} {'has' if len(lost) == 1 else 'have'} ended"]
+        return [f"lost {named_ranks(lost)}"]
 
 
 def _seat_taken(record: SeatTaken) -> str:
@@ -196,7 +195,3 @@ def _begin(record: RunStarted) -> str:
     steps = f"{record.steps_planned} steps" if record.steps_planned else "a stream"
     order = "" if record.order == "fold" else f", order {record.order}"
     return f"{workers}, {steps}{at}: {record.fabric}, {record.strategy}{order}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "no rank"

@@ -287,6 +287,11 @@ class History:
             known_s=seen[0].t_s if seen else None,
         )
 
+    def last_commit_s(self, until_s: float) -> float | None:
+        """Return when the last step up to this time was committed, None if none was."""
+        number = bisect_right(self.commits, until_s, key=lambda commit: commit.t_s)
+        return self.commits[number - 1].t_s if number else None
+
     def _next_commit_s(self, after_s: float, step: int) -> float | None:
         first = bisect_right(self._timed_s, after_s)
         return next((c.t_s for c in itertools.islice(self.timed, first, None) if c.step >= step), None)
@@ -333,14 +338,14 @@ def _injected(fault: FaultFired, rank: int) -> LostWorker:
 
 
 def _explained(life: JobLife, failure: LostWorker) -> LostWorker:
-    """Return ``failure`` with its reason, if the launcher ended the worker or the worker itself for its device."""
-    for lost in life.of(DeviceLost):
-        if lost.rank == failure.rank:
-            return dataclasses.replace(failure, why=lost.message)
-    for record in life.of(WorkerFenced):
-        if record.rank == failure.rank:
-            return dataclasses.replace(failure, silent_s=record.silent_s, why=record.reason, stack=record.stack)
-    return failure
+    """Return ``failure`` with its time of death, and its reason if the launcher ended the worker, or it itself for its device."""
+    rank = failure.rank
+    lost = next((record for record in life.of(DeviceLost) if record.rank == rank), None)
+    fenced = next((record for record in life.of(WorkerFenced) if record.rank == rank), None)
+    if lost is None and fenced is not None:
+        return dataclasses.replace(failure, silent_s=fenced.silent_s, why=fenced.reason, stack=fenced.stack)
+    ended_s = next((record.t_s for record in life.of(WorkerEnded) if record.rank == rank), None)
+    return dataclasses.replace(failure, why="" if lost is None else lost.message, ended_s=ended_s)
 
 
 def _kind(life: JobLife, rank: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar, cast
@@ -53,6 +53,7 @@ class LostWorker:
         phase: The phase of that step, "" if unknown.
         t_s: When the fault struck; if none was injected, when the first survivor detected the failure.
         known_s: When the first survivor detected the failure, None if none did.
+        ended_s: When its process was seen to end; None if it was not, or if the launcher ended it.
         decided_s: When the last survivor had decided, or when the job was restarted.
         resumed_s: When the next step was committed, None if none was.
         recovery: Number of the recovery from it, counted over the run; workers lost in the same recovery
@@ -71,6 +72,7 @@ class LostWorker:
     injected: bool
     t_s: float
     known_s: float | None = None
+    ended_s: float | None = None
     decided_s: float | None = None
     resumed_s: float | None = None
     recovery: int | None = None
@@ -215,6 +217,13 @@ class JobLife:
         recovered_s: dict[int, float] = {}
         return [_recovery(said, seen_by, recovered_s) for _, said in sorted(by_generation.items())]
 
+    def at_last_gate(self, *, any_step: bool = False) -> dict[int, Finished]:
+        """Return by rank the workers that passed the last gate of this life and lived on: see :func:`at_last_gate`."""
+        begun_s = {record.rank: record.t_s for record in self.of(RunStarted)}
+        codes = {record.rank: record.exit_code for record in self.of(WorkerEnded)}
+        gone = self.left.union(*(record.lost for record in self.of(Recovered)))
+        return at_last_gate(self.of(Finished), begun_s=begun_s, codes=codes, gone=gone, any_step=any_step)
+
     @cached_property
     def died_late(self) -> set[int]:
         """Workers that passed the last gate and died before their script ended, while others ended well."""
@@ -237,6 +246,37 @@ class JobLife:
             yield from (r for r in deaths if r.rank not in quiet)
         elif deaths and explained <= self.left and not self.of(ScriptFailed):
             yield deaths[0]
+
+
+def at_last_gate(
+    finished: Iterable[Finished],
+    *,
+    begun_s: Mapping[int, float],
+    codes: Mapping[int, int],
+    gone: Collection[int],
+    any_step: bool = False,
+) -> dict[int, Finished]:
+    """Return by rank the workers that passed the last gate and lived on.
+
+    A worker that was lost or has left may have passed the gate of an earlier training loop, and so may one that has begun
+    another loop.
+
+    Args:
+        finished: The passes of gates, ordered by time.
+        begun_s: When each worker began its last loop.
+        codes: The exit codes of the workers that have ended.
+        gone: Workers that the others have lost, or that left. One that ended with 0 was lost only because it had finished.
+        any_step: Whether the numbers of their steps say nothing, as under ``torch.distributed``.
+    """
+    last = {
+        record.rank: record
+        for record in finished
+        if record.t_s >= begun_s.get(record.rank, record.t_s)
+        and codes.get(record.rank, 0) >= 0
+        and (record.rank not in gone or codes.get(record.rank) == 0)
+    }
+    step = max((record.step for record in last.values()), default=-1)
+    return {rank: record for rank, record in sorted(last.items()) if any_step or record.step == step}
 
 
 def _recovery(

@@ -84,7 +84,7 @@ def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     if failure["detect_s"] is not None:
         parts.append(f"detected after {seconds(failure['detect_s'])}")
     if late_s := noticed_late_s(report, [failure]):
-        parts.append(f"noticed {seconds(late_s)} after the last step")
+        parts.append(f"noticed only after {seconds(late_s)}")
     if failure["recover_s"] is not None:
         parts.append(f"next step committed after {seconds(failure['recover_s'])}")
     elif not is_distributed(report):

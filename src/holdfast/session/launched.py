@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
+from holdfast.comm.start_wait import StartLimit, named, say
 from holdfast.config import Settings
 from holdfast.options import is_set
 from holdfast.records.types import Finished, Record, Recovered, RunStarted
@@ -61,20 +61,14 @@ def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | SoleProce
     settings = dataclasses.replace(settings, store=joined.url, token=joined.token, resume=resumes)
     settings = _without_missing(settings, joined)
     if group.rank == 0:
-        _say(_announcement(group, settings))
+        say(f"holdfast: {_announcement(joined, settings)}\n")
     return settings, joined
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"holdfast: {line}\n")
-    sys.stderr.flush()
 
 
 def _join(group: LaunchedGroup, settings: Settings) -> JoinedGroup:
     """Join the other processes, once in each process."""
     if group not in _joined:
         from holdfast.comm.joining import JoinedGroup
-        from holdfast.comm.start_wait import StartLimit
         from holdfast.comm.surviving import SurvivingGroup
 
         limit = StartLimit()
@@ -95,9 +89,10 @@ def _without_missing(settings: Settings, joined: JoinedGroup) -> Settings:
     return dataclasses.replace(settings, workers=len(ranks), ranks=",".join(map(str, ranks)), slices=slices)
 
 
-def _announcement(group: LaunchedGroup, settings: Settings) -> str:
+def _announcement(joined: JoinedGroup, settings: Settings) -> str:
     """Return a line that says what these processes can survive."""
-    head = f"{group.size} processes of {group.launcher} have joined; {_what_survives(group)}"
+    group = joined.group
+    head = f"{len(joined.ranks)} processes of {group.launcher} have joined; {_what_survives(joined)}"
     saves = settings.checkpoint_every > 0 or settings.checkpoint_auto
     if not settings.checkpoint_dir:
         how = "start from the beginning, because there is no checkpoint directory (HOLDFAST_CHECKPOINT_DIR)"
@@ -112,17 +107,15 @@ def _announcement(group: LaunchedGroup, settings: Settings) -> str:
     return f"{head}; started again with HOLDFAST_RESUME=1, they {how}"
 
 
-def _what_survives(group: LaunchedGroup) -> str:
-    from holdfast.comm.surviving import num_hubs
-
+def _what_survives(joined: JoinedGroup) -> str:
+    group = joined.group
     if not group.leaves_survivors:
         return "when one fails, all end"
     options = " (--no-kill --kill-on-bad-exit=0 --wait=0)" if group.launcher == "srun" else ""
     survives = f"when one dies, the others continue, if {group.launcher} leaves them alone{options}"
-    hubs = num_hubs(group.size)
-    if hubs == 1:
+    if len(joined.hosts) == 1:
         return f"{survives}; without rank 0, which hosts the membership store, all end"
-    return f"{survives}; the membership store is on ranks 0 to {hubs - 1}, most of which must be alive"
+    return f"{survives}; the membership store is on {named(joined.hosts)}, most of which must be alive"
 
 
 class LaunchReport:
@@ -146,7 +139,7 @@ class LaunchReport:
         if isinstance(record, RunStarted):
             self._joined.note_begun()
             if record.step:
-                _say(f"training resumes at step {record.step}")
+                say(f"holdfast: training resumes at step {record.step}\n")
         elif isinstance(record, Finished) and not self._is_told:
             self._is_told = True
-            _say(f"{record.outcome} before step {record.step}, sha256 {record.sha256}")
+            say(f"holdfast: {record.outcome} before step {record.step}, sha256 {record.sha256}\n")
