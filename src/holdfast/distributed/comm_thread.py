@@ -277,11 +277,8 @@ class CommThread:
     @property
     def _waits(self) -> bool:
         """Whether this rank waits for others. A message that was begun early is no wait yet."""
-        return (
-            self._is_at_gate
-            or self._current is not None
-            or any(transfer.work.is_awaited for transfer in self._transfers)
-        )
+        awaits_message = any(transfer.work.is_awaited for transfer in self._transfers)
+        return self._is_at_gate or self._current is not None or awaits_message
 
     # -- collectives
 
