@@ -73,7 +73,7 @@ def stop_if_asked(job: JobContext) -> None:
     Raises:
         SystemExit: if so.
     """
-    if job.pending.notes & Note.LEAVE and job.loops.may_save_outside:
+    if job.pending.notes & Note.LEAVE and job.loops.at_end is not None:
         _stop(job, has_own=False)
 
 
