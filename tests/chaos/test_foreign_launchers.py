@@ -17,6 +17,7 @@ import pytest
 from jobs import ROOT, clean_env, run_report
 from netns import make_hosts
 
+from holdfast.checkpoint import steps, verify
 from holdfast.launch.processes import children_of, value_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
@@ -102,6 +103,34 @@ def test_processes_of_torchrun_end_with_the_bits_of_holdfast_run(tmp_path, bits,
     if "PYTHONHASHSEED" not in os.environ:  # torchrun leaves it to each process
         assert err.count("at all workers, nor after --resume: export PYTHONHASHSEED=0 before they start") == 1
     assert sha256_in(err) == [bits(processes)]
+
+
+LARGE = """
+import torch, holdfast
+from torch.utils.data import TensorDataset
+
+model = torch.nn.Linear(1024, 1200)  # more than 4 MiB are written by several threads
+session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+for step in session.steps(TensorDataset(torch.ones(8, 1024)), 4):
+    for (x,) in step:
+        step.backward(model(x).square().mean())
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun 2", "torchrun 1", "python"])
+def test_the_end_of_training_is_saved_at_the_end_of_the_process(tmp_path, launcher):
+    (tmp_path / "train.py").write_text(LARGE)
+    saved = {"HOLDFAST_CHECKPOINT_DIR": str(tmp_path / "saved")}
+    if launcher != "python":
+        job = start_torchrun(tmp_path, launcher.split()[1], "train.py", **saved)
+    else:
+        job = start([sys.executable, "train.py"], tmp_path, **saved)
+
+    code, _, err = finish(job)
+
+    assert (code, "Traceback" in err) == (0, False), err
+    assert steps(tmp_path / "saved") == [2]
+    verify(tmp_path / "saved", 2)
 
 
 def test_torchrun_restarts_all_when_one_is_killed_and_no_bit_changes(tmp_path, bits):

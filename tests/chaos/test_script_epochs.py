@@ -115,13 +115,45 @@ def test_a_notice_before_the_first_step_loses_nothing(tmp_path, script):
 
 @pytest.mark.parametrize(("how", "code"), [((), 0), (("die:16:0",), -9)])
 def test_the_end_of_training_is_saved_whoever_dies_after_it(tmp_path, how, code):
-    report = run(tmp_path, "--checkpoint-every", 6, deeds=how, script=("--range",))
+    # without the lead, what the script writes under is_lead last is missing, but not the state
+    report = run(tmp_path, "--checkpoint-every", 6, deeds=how, script=("--range",), exit_code=int(bool(how)))
 
     assert exit_codes(report) == {0: code, 1: 0, 2: 0}
     assert steps(tmp_path / "c") == [6, 12, 16]
     verify(tmp_path / "c", 16)
     again = run(tmp_path, "--resume")
     assert weights(again) == {undisturbed()[0]}
+
+
+def test_a_notice_after_the_last_epoch_stops_a_script_whose_end_is_saved(tmp_path):
+    stopped = run(tmp_path, deeds=["term:-1:0", "wait:-1:1", "wait:-1:2"], exit_code=4)
+
+    assert "stopped on request before step 16" in stopped["_stderr"]
+    assert steps(tmp_path / "c") == [16]
+    check(run(tmp_path, "--resume"))
+
+
+def test_a_notice_behind_a_loop_that_was_trained_before_stops_the_script_too(tmp_path):
+    run(tmp_path, "--stop-after", 5, exit_code=4)
+    passed = ["term:6:0", "wait:6:1", "wait:6:2"]
+
+    stopped = run(tmp_path, "--resume", deeds=passed, script=("--range",), exit_code=4)
+
+    assert "it yields nothing" in stopped["_stdout"]
+    assert "stopped on request before step 6" in stopped["_stderr"]
+    assert steps(tmp_path / "c") == [6]
+    verify(tmp_path / "c", 6)
+    check(run(tmp_path, "--resume"))
+
+
+def test_a_worker_that_leaves_its_first_loop_ends_training_for_all(tmp_path):
+    report = run(tmp_path, deeds=["break:2:1"], script=("--range",))
+
+    assert "all workers stop training after the same step" in report["_stdout"]
+    ends = dict(re.findall(r"rank (\d) steps (\d+)", report["_stdout"]))
+    assert ends == {"0": "2", "1": "2", "2": "2"}
+    assert len(weights(report)) == 1
+    assert steps(tmp_path / "c") == [2]
 
 
 LEFT = {"break": ["break:6:1"], "exit": ["exit:6:1"], "swallow": ["swallow:6:1"], "die": ["break:6:1", "die-in:6:2"]}

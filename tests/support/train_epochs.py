@@ -2,7 +2,8 @@
 
     train_epochs.py [--epochs N] [--range] [--loops N] [--deed WHAT:STEP:RANK]... [--own-handler] [--patience N]
 
-Deeds that strike after a loop that has ended with STEP steps, or in a loop once STEP steps are committed:
+Deeds that strike after a loop that has ended with STEP steps, or in a loop once STEP steps are committed; -1: after all
+epochs:
 
 term        send SIGTERM to the launcher, with wrong weights in the model, and evaluate until that takes effect
 wait        evaluate until SIGTERM takes effect
@@ -79,6 +80,7 @@ class Script:
             self.scheduler.step()
             if self.asked or (self.options.patience and self.bad > self.options.patience):
                 break
+        self.do("after", -1)
         return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())).hexdigest()[:16]
 
     def train_epoch(self):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from holdfast.comm.allreduce.shm import MAX_INTEGERS
-from holdfast.engine.vote import CommitVote, GuardVote, MinMax, has_all_left, has_left, leaver_line, leaver_vote
+from holdfast.engine.vote import CommitVote, GuardVote, MinMax, leaver_vote
 from holdfast.errors import InternalError
 from holdfast.integrity.hash_chain import NOTHING, fold_part
 from holdfast.recovery.messages import REPORTED, VOTED, Note
@@ -98,12 +98,12 @@ def test_an_answer_to_another_vote_is_refused(wrong):
 
 
 def test_workers_that_have_left_the_loop_say_so_in_place_of_the_step():
-    some = said(vote(), vote(step=leaver_vote(0)), vote(step=leaver_vote(3)), vote()).step
-    none, every = said(vote(), vote()).step, said(vote(step=leaver_vote(1)), vote(step=leaver_vote(0))).step
+    some = said(vote(), vote(step=leaver_vote(0)), vote(step=leaver_vote(3)), vote())
+    none, every = said(vote(), vote()), said(vote(step=leaver_vote(1)), vote(step=leaver_vote(0)))
 
-    assert [has_left(step) for step in (none, some, every)] == [False, True, True]
-    assert [has_all_left(step) for step in (none, some, every)] == [False, False, True]
-    assert leaver_line(some).startswith("rank 3 left the loop after step 6, while other ranks were in step 7: ")
+    assert [vote.has_left for vote in (none, some, every)] == [False, True, True]
+    assert [vote.has_all_left for vote in (none, some, every)] == [False, False, True]
+    assert some.leaver_line().startswith("rank 3 left the loop after step 6, while other ranks were in step 7: ")
 
 
 def test_notes_keep_their_values_and_each_is_voted_or_reported():

@@ -6,9 +6,10 @@ damage is located to a few megabytes. Reading, writing and digesting release the
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import xxhash
@@ -90,7 +91,9 @@ def run(do: Callable[[_Job], _Result], jobs: Sequence[_Job], size_bytes: int) ->
                 raise
 
     with ThreadPoolExecutor(threads() - 1, thread_name_prefix="holdfast-checkpoint") as pool:
-        others = [pool.submit(work) for _ in range(threads() - 1)]
+        others: list[Future[None]] = []
+        with contextlib.suppress(RuntimeError):  # at the end of the process there are no more threads: do it all here
+            others.extend(pool.submit(work) for _ in range(threads() - 1))  # those before an error count
         work()
     for other in others:
         other.result()

@@ -108,7 +108,7 @@ class LoopEnd:
     """A copy, in host memory, of the state at the end of a training loop, whatever the script does to the model afterwards."""
 
     step: int  # number of steps that it contains
-    content: WritePlan | None  # the state; None where other workers keep it
+    content: WritePlan | None  # the state; None where other workers keep it, or it is saved
     info: dict[str, Any]  # metadata of its checkpoint
     finished: tuple[Finished, ...]  # the records of this process about the end of the loop
 
@@ -137,6 +137,8 @@ class LoopState:
         has_missed: This worker, which is to join others, came too late for a loop.
         is_counted_once: The epoch of the loaded checkpoint is known only if an epoch has one loop.
         at_end: The state at the end of the last loop; None within a loop, and where nothing needs to be saved.
+        is_saving_end: ``at_end`` is being saved, and None meanwhile.
+        past: The call of ``epochs`` that has ended last, and its number of epochs, until a loop begins.
         may_save_outside: The script's end, or SIGTERM outside of a loop, reaches this session, which can save ``at_end`` then.
     """
 
@@ -156,6 +158,8 @@ class LoopState:
     has_missed: bool = False
     is_counted_once: bool = False
     at_end: LoopEnd | None = None
+    is_saving_end: bool = False
+    past: tuple[int, int] | None = None
     may_save_outside: bool = False
 
     def end(self, epochs: int) -> None:
@@ -166,7 +170,7 @@ class LoopState:
         """Reset to before the first loop, for an application that is rebuilt."""
         self.number = self.epoch = self.offset = self.first_step = self.calls = 0
         self.loaded, self.finished, self.totals = None, [], SampleCounts()
-        self.script_epoch = self.at_end = None
+        self.script_epoch = self.at_end = self.past = None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.data.position import DataPosition
 from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.engine.acts import StrategyActions
-from holdfast.engine.context import JobContext
+from holdfast.engine.context import JobContext, LoopEnd
 from holdfast.engine.executor import StepExecutor
 from holdfast.engine.exits import kill_self
 from holdfast.engine.injection import FaultPoints
@@ -25,7 +25,7 @@ from holdfast.engine.live_config import LiveConfig
 from holdfast.engine.recovery_log import RecoveryLog
 from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
 from holdfast.engine.run_log import RunLog
-from holdfast.engine.vote import CommitVote, MinMax, has_all_left, has_left, leaver_line, leaver_vote
+from holdfast.engine.vote import CommitVote, MinMax, leaver_vote
 from holdfast.errors import ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.integrity.certificate import begin_certificate
 from holdfast.integrity.sdc_guard import SdcGuard
@@ -224,9 +224,8 @@ class TrainingLoop:
 
     def keep_end(self) -> None:
         """Keep the state after the last committed step, which is the last one of this loop, until the next loop begins."""
-        job = self._job
-        ends = self._log.ends("done", self._trainable.sha256s(job.comm.local_ranks), self.account())
-        job.loops.at_end = self._restorer.copy_end(ends, has_stopped=self.is_stopping)
+        sha256s = self._trainable.sha256s(self._job.comm.local_ranks)
+        self._restorer.keep_end(self._log.ends("done", sha256s, self.account()), has_stopped=self.is_stopping)
 
     def _compute(self, step: int) -> Generator[Step, None, Event]:
         """Let the script compute a step. In a model that is split, workers need each other to begin and to finish."""
@@ -312,7 +311,7 @@ class TrainingLoop:
             not self._trainable.is_replicated and self._job.checkpoints.is_named
         )  # its parts cannot be saved later
         if self._status.outcome == "stopped" or is_last:
-            self._restorer.save()
+            self._restorer.save(has_ended=self._status.outcome == "done", has_stopped=self.is_stopping)
         self._log.mark("gate")
         return None
 
@@ -337,11 +336,11 @@ class TrainingLoop:
         self._points.reach_in_sum(step, self._trainable.num_buckets)
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
-        if has_left(said.step):
-            if not has_all_left(said.step):
+        if said.has_left:
+            if not said.has_all_left:
                 self._status.flags |= Note.STOP
                 if self._job.is_lead:
-                    self._log.warn(leaver_line(said.step))
+                    self._log.warn(said.leaver_line())
             return LoopLeft()
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
@@ -462,7 +461,9 @@ class TrainingLoop:
     def _leave(self) -> None:
         job, trainable = self._job, self._trainable
         if self._executor.batch is not None:
+            stops = self._status.flags & Note.STOP
             self._acts.discard()  # a step that nobody committed, because workers have left the loop
+            self._status.flags |= stops  # some have: training ends for all
         trainable.leave()
         if self._status.outcome == "left":
             self._log.write(Left())
@@ -470,6 +471,8 @@ class TrainingLoop:
             raise SystemExit(0)
         self._recovery.end()
         if self._status.outcome == "done" and (self._restorer.belongs_to_later_loop or job.loop < 0):
+            ends = self._log.ends("done", dict.fromkeys(job.comm.local_ranks, ("", "")), job.loops.totals)
+            job.loops.at_end = LoopEnd(job.step, None, {}, tuple(ends))  # SIGTERM need not save what was loaded
             self._log.mark("script")
             return  # nothing was trained: the end of such a loop is not the end of training
         if (summary := trainable.summary()) is not None:
@@ -478,7 +481,7 @@ class TrainingLoop:
             self._log.hashed(job.step, job.committed.link, self._certificate.hash_end())
         self._log.finished(self._status.outcome, trainable.sha256s(job.comm.local_ranks), self.account())
         if self._status.outcome == "done":
-            job.loops.at_end = self._restorer.copy_end(job.loops.finished, has_stopped=self.is_stopping)
+            self._restorer.keep_end(job.loops.finished, has_stopped=self.is_stopping)
         self._log.mark("script")
         job.pending.notes &= ~Note.STOP
         if self._status.outcome == "gave-up":

@@ -188,25 +188,25 @@ class CommitVote(Ballot):
             notes |= Note.ASK
         return notes
 
+    @property
+    def has_left(self) -> bool:
+        """Whether a worker has left the loop."""
+        return self.step.smallest < 0
+
+    @property
+    def has_all_left(self) -> bool:
+        """Whether all workers have."""
+        return self.step.largest < 0
+
+    def leaver_line(self) -> str:
+        """Return a line for the user about a worker that left the loop while others computed the next step."""
+        last, next_step = self.step.largest - 1, self.step.largest
+        return (
+            f"rank {-1 - self.step.smallest} left the loop after step {last}, while other ranks were in step {next_step}:"
+            " all workers stop training after the same step. To end early, call loader.stop()"
+        )
+
 
 def leaver_vote(rank: int) -> MinMax:
     """Return what a worker whose script has left the loop votes in place of the step: negative, and its rank."""
     return MinMax(-1, -1 - rank)
-
-
-def has_left(step: MinMax) -> bool:
-    """Return whether a worker has left the loop."""
-    return step.smallest < 0
-
-
-def has_all_left(step: MinMax) -> bool:
-    """Return whether all workers have."""
-    return step.largest < 0
-
-
-def leaver_line(step: MinMax) -> str:
-    """Return a line for the user about a worker that left the loop while others computed the next step."""
-    return (
-        f"rank {-1 - step.smallest} left the loop after step {step.largest - 1}, while other ranks were in step"
-        f" {step.largest}: all workers stop training after the same step. To end early, call loader.stop()"
-    )

@@ -288,7 +288,7 @@ def _check_trained() -> int:
     engine = sys.modules.get("holdfast.distributed.comm_thread")
     if engine is not None:
         engine.leave()
-    return 0 if session is None else int(session.exit_code())
+    return 0 if session is None else int(sys.modules["holdfast.session.script_end"].exit_code())
 
 
 def _end_without_device(lost: DeviceLost, where: str) -> NoReturn:

@@ -18,6 +18,7 @@ from holdfast.models.part import ModelPart
 from holdfast.session import gradient_hook
 from holdfast.session.media import Histogram, Image, Media
 from holdfast.session.opened import OpenedLoop
+from holdfast.session.script_end import save_at_end
 from holdfast.session.session import Session
 from holdfast.session.step import Step
 from holdfast.torch_private import version_of
@@ -160,6 +161,8 @@ class PreparedLoop:
         """Yield the inputs of this worker's slices, again after each failure, until the step is committed."""
         while self.phase is not LoopPhase.DECIDED:
             if self.step is None and not self._next_step():
+                assert self._opened is not None
+                save_at_end(self._opened.job)  # the script ends here, and its steps would be lost
                 raise ScriptError(
                     f"a worker has left the loop after step {self.number - 1}, and this one is in the next step"
                 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import dataclasses
+import os
 from pathlib import Path
 
 from holdfast.comm import VirtualCommunicator
 from holdfast.engine.context import JobContext
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ScriptError
 from holdfast.records.paths import stop_path
 from holdfast.recovery.messages import Note
@@ -20,18 +22,23 @@ _jobs: list[JobContext] = []
 
 
 def note_job(job: JobContext) -> None:
-    """From now on, check and save this job at the end of the script, if that is noticed: with a launcher, or other workers."""
-    job.loops.may_save_outside = bool(job.settings.run_dir) or not isinstance(job.comm, VirtualCommunicator)
+    """From now on, save this job at the end of the script; with a launcher, or other workers, check it, too."""
+    is_alone = not job.settings.run_dir and isinstance(job.comm, VirtualCommunicator)
+    job.loops.may_save_outside = not is_alone or job.checkpoints.is_named
+    if is_alone and job.loops.may_save_outside and not _jobs:
+        atexit.register(_save_here, os.getpid())
     if job.loops.may_save_outside:
         _jobs.append(job)
 
 
 def forget_jobs() -> None:
     """Forget jobs whose application was torn down; the next session notes its own."""
+    for job in _jobs:
+        job.loops.at_end = None
     _jobs.clear()
 
 
-def on_sigterm(job: JobContext, *, has_own: bool = False) -> None:
+def on_sigterm(job: JobContext, *, is_outside: bool = False, has_own: bool = False) -> None:
     """Handle SIGTERM: all workers stop if the launcher requests it or there is none; else only this one leaves.
 
     Within a loop, the next commit vote stops all workers, or lets this one leave. Outside, the state at the end of the
@@ -39,6 +46,7 @@ def on_sigterm(job: JobContext, *, has_own: bool = False) -> None:
 
     Args:
         job: The job context.
+        is_outside: The last loop has ended. A loop that the script has left with ``break`` has not.
         has_own: The script has a handler of its own, which decides what happens next.
 
     Raises:
@@ -49,13 +57,35 @@ def on_sigterm(job: JobContext, *, has_own: bool = False) -> None:
     if run_dir and not isinstance(job.comm, VirtualCommunicator) and not stop_path(Path(run_dir)).exists():
         job.pending.leaves = True
         return
-    end = job.loops.at_end
-    if end is None:
-        job.pending.notes |= Note.LEAVE
+    if is_outside and not any(job is one for one in _jobs):
         return
+    end = job.loops.at_end
+    if job.loops.is_saving_end or (end is None and not is_outside):
+        if not has_own:
+            job.pending.notes |= Note.LEAVE
+        return
+    _stop(job, has_own=has_own)
+
+
+def stop_if_asked(job: JobContext) -> None:
+    """Stop outside of a loop if SIGTERM arrived while the end of the last one was being saved.
+
+    Raises:
+        SystemExit: if so.
+    """
+    if job.pending.notes & Note.LEAVE and job.loops.at_end is not None:
+        _stop(job, has_own=False)
+
+
+def _stop(job: JobContext, *, has_own: bool) -> None:
+    end = job.loops.at_end
+    if end is None and not has_own:
+        raise CheckpointError(
+            "SIGTERM has ended this script outside of a training loop, and the state after it was not kept"
+        )
     save_end(job)
     _stopped[:] = [job]
-    for record in end.finished:
+    for record in () if end is None else end.finished:
         job.log.write(
             dataclasses.replace(record, t_s=job.clock.now_s(), outcome="stopped", checkpoint=str(job.checkpoints.url))
         )
@@ -84,16 +114,35 @@ def check_and_save() -> None:
     Raises:
         ScriptError: if the script has ended before the loop of the checkpoint, or of the workers that it was to join.
     """
-    for job in _jobs:
+    for job in _take_jobs():
         _check_reached(job)
         save_at_end(job)
 
 
+def _take_jobs() -> list[JobContext]:
+    """Return the jobs of this process, for which SIGTERM changes nothing any more: the script has ended."""
+    jobs = list(_jobs)
+    _jobs.clear()
+    return jobs
+
+
 def save_at_end(job: JobContext) -> None:
-    """Save the state at the end of training, if the job has a directory for checkpoints."""
-    if job.checkpoints.is_named:
-        with contextlib.suppress(CheckpointError):  # a warning says so, as of any checkpoint that could not be written
-            save_end(job)
+    """Save the state at the end of training, if the job has a directory for checkpoints; a failure is a warning."""
+    if not job.checkpoints.is_named:
+        return
+    try:
+        save_end(job)
+    except CheckpointError:
+        pass  # a warning says so, as of any checkpoint that could not be written
+    except Exception as error:  # whatever it is, other workers wait for this one to end in order
+        RunLog(job).warn(f"the state at the end of training could not be saved: {error!r}")
+
+
+def _save_here(pid: int) -> None:
+    """Save the ends of all jobs of a process that trains alone; no other worker asks whether they are complete."""
+    if os.getpid() == pid:  # not one that the script has forked
+        for job in _take_jobs():
+            save_at_end(job)
 
 
 def _check_reached(job: JobContext) -> None:

@@ -46,25 +46,37 @@ def epochs_left(job: JobContext, count: int, end_loop: Callable[[], None]) -> It
         end_loop: Ends a loop that the script has left.
     """
     loops = job.loops
-    call, loops.calls = loops.calls, loops.calls + 1
+    call, loops.calls, loops.past = loops.calls, loops.calls + 1, None
     begins = _resumed(loops, call) if job.comm.members else _of_members(job)
     first = 0
     if begins is not None and begins.call == call:
         loops.number, loops.epoch, loops.offset, first = begins.loop, begins.first_epoch, 0, begins.number
     elif begins is not None and begins.call > call:
         first = count
-    for number in range(first, count):
-        loops.script_epoch = ScriptEpoch(call, number, loops.number, loops.epoch)
-        yield number
-        end_loop()
-        if loops.is_counted_once and loops.number - loops.script_epoch.loop != 1:
-            raise ScriptError(
-                f"the checkpoint was saved by a script that did not ask for its epochs, and epoch {number} has"
-                f" {loops.number - loops.script_epoch.loop} training loops instead of one, so the epoch of the checkpoint is"
-                " not known: resume once with the script that saved it, or start in an empty directory"
-            )
-        loops.is_counted_once = False
-    loops.script_epoch = None
+    try:
+        for number in range(first, count):
+            loops.script_epoch = ScriptEpoch(call, number, loops.number, loops.epoch)
+            yield number
+            end_loop()
+            _check_counted(loops, number, loops.number - loops.script_epoch.loop)
+    finally:
+        loops.past = (call, count)  # also if the script has left them; its last loop may not have ended yet
+
+
+def begin_loop(loops: LoopState) -> None:
+    """Note, at the start of a loop, if it is the first one after the epochs that the script has asked for: none is left."""
+    if loops.past is not None:
+        loops.script_epoch, loops.past = ScriptEpoch(*loops.past, loops.number, loops.epoch), None
+
+
+def _check_counted(loops: LoopState, number: int, trained: int) -> None:
+    if loops.is_counted_once and trained != 1:
+        raise ScriptError(
+            f"the checkpoint was saved by a script that did not ask for its epochs, and epoch {number} has {trained} training"
+            " loops instead of one, so the epoch of the checkpoint is not known: resume once with the script that saved it,"
+            " or start in an empty directory"
+        )
+    loops.is_counted_once = False
 
 
 def _resumed(loops: LoopState, call: int) -> ScriptEpoch | None:

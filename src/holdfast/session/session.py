@@ -26,7 +26,7 @@ from holdfast.models.loss import check_name
 from holdfast.models.part import Stateful
 from holdfast.models.trainables import make_trainable
 from holdfast.records.types import WriterDeclared
-from holdfast.session import gradient_hook, script_end
+from holdfast.session import gradient_hook
 from holdfast.session.connecting import check_device, connect_job
 from holdfast.session.launched import as_launched
 from holdfast.session.models import Pipeline, Sharded
@@ -42,8 +42,9 @@ from holdfast.session.script_end import (
     on_sigterm,
     passed_line,
     save_at_end,
+    stop_if_asked,
 )
-from holdfast.session.script_epochs import epochs_left, loading_loop
+from holdfast.session.script_epochs import begin_loop, epochs_left, loading_loop
 from holdfast.session.step import Step
 from holdfast.state.catch_up import catch_up_first, join_training
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
@@ -236,6 +237,7 @@ class Session(OwnedLoops):
                 raise InternalError("a loop without a step has begun one")
         yield from epochs_left(job, count, self._end_loop)
         save_at_end(job)
+        stop_if_asked(job)
 
     def _end_loop(self) -> None:
         """End a prepared loop that the script has left."""
@@ -289,6 +291,7 @@ class Session(OwnedLoops):
 
     def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:
         job, plan = loop.job, loop.plan
+        begin_loop(job.loops)
         if job.loops.loaded is not None and job.loop < job.loops.loaded.info["loop"]:
             self._pass(job, plan.epochs, pauses=pauses)
             return
@@ -310,7 +313,7 @@ class Session(OwnedLoops):
         run = loop.run = TrainingLoop(
             job, self._trainable, plan, loop.source, is_newcomer=is_newcomer, pauses=pauses, catch_up=catch_up
         )
-        after = (lambda has_own: on_sigterm(job, has_own=has_own)) if job.loops.may_save_outside else None
+        after = functools.partial(_on_sigterm_outside, job) if job.loops.may_save_outside else None
         with notice.answered(lambda: on_sigterm(job), after):
             note_stop(job)
             try:
@@ -371,10 +374,11 @@ class Session(OwnedLoops):
 
     def _declare(self, how: str) -> None:
         """Record which worker writes what the script writes, as far as this call says; each answer once."""
-        said = WriterDeclared(how=how, is_lead=self._connect().is_lead, in_loop=self._training)
+        job = self._connect()
+        said = WriterDeclared(how=how, is_lead=job.is_lead, in_loop=self._training)
         if said not in self._declared:
             self._declared.append(said)
-            self._connect().log.write(said)
+            job.log.write(said)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -445,9 +449,8 @@ def at_exit() -> None:
     check_and_save()
 
 
-def exit_code() -> int:
-    """Return the exit code of a script that has ended in order; see :func:`holdfast.session.script_end.exit_code`."""
-    return script_end.exit_code()
+def _on_sigterm_outside(job: JobContext, has_own: bool) -> None:
+    on_sigterm(job, is_outside=True, has_own=has_own)
 
 
 def has_taken_over() -> bool:

@@ -8,18 +8,23 @@ where there is no lock, only the lowest rank writes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+from holdfast.checkpoint import WritePlan
 from holdfast.checkpoint.writer import WriteResult
-from holdfast.engine.context import JobContext
+from holdfast.engine.context import JobContext, LoopEnd
 from holdfast.engine.run_log import RunLog
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointCorrupt, CheckpointError
 from holdfast.state.store_loss import turn
 
 _LOCK = "loop-end.lock"
+_MARKS = ("ended", "stopped")
+"""What the metadata of a checkpoint say about the end of a loop."""
 
 
 def keepers(job: JobContext) -> tuple[int, ...]:
@@ -46,6 +51,17 @@ def check_saved(step: int, outcomes: Sequence[WriteResult]) -> None:
     raise CheckpointError(f"training stops before step {step}, but its state could not be saved: {why}")
 
 
+def is_saved(job: JobContext, step: int, info: Mapping[str, Any]) -> bool:
+    """Return whether there is a checkpoint of ``step`` which says the same of the end of a loop, or one of a later step."""
+    with contextlib.suppress(CheckpointError, CheckpointCorrupt):  # of storage that cannot be read; writing says why
+        newest = job.checkpoints.last()
+        if newest != step:
+            return newest > step
+        saved = job.checkpoints.info(step)
+        return all(saved.get(mark, False) == info.get(mark, False) for mark in _MARKS)
+    return False
+
+
 def save_end(job: JobContext) -> None:
     """Save the state at the end of the last loop, unless another worker does or has; afterwards no copy is held.
 
@@ -53,17 +69,26 @@ def save_end(job: JobContext) -> None:
         CheckpointError: if it could not be saved.
     """
     end, job.loops.at_end = job.loops.at_end, None
-    if end is None or end.content is None:
+    if end is None:
         return
+    job.loops.is_saving_end = True
+    try:
+        if end.content is not None:
+            _save(job, end, end.content)
+    finally:
+        job.loops.is_saving_end = False
+        job.loops.at_end = dataclasses.replace(end, content=None, info={})
+
+
+def _save(job: JobContext, end: LoopEnd, content: WritePlan) -> None:
     run_dir = job.settings.run_dir
     alone: AbstractContextManager[None] = turn(Path(run_dir, _LOCK)) if run_dir else contextlib.nullcontext()
     with alone:
-        with contextlib.suppress(CheckpointError):  # of storage that cannot be read; writing to it says why
-            if job.checkpoints.has(end.step):
-                return
+        if is_saved(job, end.step, end.info):
+            return
         log = RunLog(job)
         log.mark("checkpoint")
-        outcome = job.checkpoints.save_alone(end.step, end.content, end.info, lone_attempt(job))
+        outcome = job.checkpoints.save_alone(end.step, content, end.info, lone_attempt(job))
         log.saved(outcome)
         log.mark("script")
     if outcome.saved is None:

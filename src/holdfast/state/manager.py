@@ -134,7 +134,13 @@ class CheckpointManager:
 
     def state(self) -> dict[str, Any]:
         """Return what a newcomer must know, as plain JSON."""
-        return {"token": self._token, "url": self.url, "begun": self._begun[0], "requested": self._is_requested}
+        return {
+            "token": self._token,
+            "url": self.url,
+            "begun": self._begun[0],
+            "requested": self._is_requested,
+            "damaged": sorted(self._damaged),
+        }
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Adopt the survivors' :meth:`state`, as a newcomer."""
@@ -143,6 +149,7 @@ class CheckpointManager:
         # All workers begin the checkpoint in progress again, because this worker's part is missing.
         self._token, self._begun = state["token"], (state["begun"], -1)
         self._is_requested = state.get("requested", False)
+        self._damaged.update(state.get("damaged", ()))
 
     def set_interval(self, steps: int, *, automatic: bool) -> None:
         """Save every ``steps`` steps from now on, or at the optimal interval if ``automatic``."""
@@ -250,6 +257,7 @@ class CheckpointManager:
         begun_s, saved, error = time.monotonic(), None, None
         try:
             saved = self._checkpoints.write(step, content, info, f"{self._token:x}-{attempt}").commit(attempt)
+            self._damaged.discard(step)
             self._prune()
         except CheckpointError as failure:
             error = failure
@@ -279,7 +287,11 @@ class CheckpointManager:
 
     def has(self, step: int) -> bool:
         """Return whether a checkpoint of ``step`` or a later one is complete."""
-        return max(self._checkpoints.steps(), default=-1) >= step
+        return self.last() >= step
+
+    def last(self) -> int:
+        """Return the step of the last complete checkpoint that is not known to be damaged, or -1."""
+        return max((step for step in self._checkpoints.steps() if step not in self._damaged), default=-1)
 
     def drop(self) -> None:
         """Abandon the checkpoint that is not committed yet."""
@@ -337,6 +349,8 @@ class CheckpointManager:
 
     def load(self, step: int, only: Wanted | None = None) -> LoadedCheckpoint:
         """Return the state before ``step``, or the part selected by ``only``; see :func:`~holdfast.checkpoint.loading.load`."""
+        # the newest intact one, which the lead has chosen: any worker may have to know whether a later one counts
+        self._damaged.update(later for later in self._checkpoints.steps() if later > step)
         found, self._found = self._found, None
         if found is None or found.step != step:
             return self._checkpoints.load(step, only=only)

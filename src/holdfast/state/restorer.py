@@ -30,7 +30,7 @@ from holdfast.records.types import Finished
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.admission import Admission
 from holdfast.state.hash_seed import compare_hashes_with_checkpoint, hashes
-from holdfast.state.loop_end import keepers, lone_attempt
+from holdfast.state.loop_end import is_saved, keepers, lone_attempt
 from holdfast.state.order_choice import choose_order, order_of_checkpoint
 from holdfast.state.platform_check import compare_platforms, compare_with_checkpoint, warn_of_samples
 from holdfast.state.transfer import receive_state, send_state
@@ -242,8 +242,13 @@ class StateRestorer:
     def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> LoadedCheckpoint:
         return LoadedCheckpoint(step=step, state=state, info=info, generation=self._job.comm.generation)
 
-    def save(self) -> None:
-        """Begin a checkpoint of the state before the step in progress; it does not count yet."""
+    def save(self, *, has_ended: bool = False, has_stopped: bool = False) -> None:
+        """Begin a checkpoint of the state before the step in progress; it does not count yet.
+
+        Args:
+            has_ended: The loop ends with this state.
+            has_stopped: The script has stopped it.
+        """
         job = self._job
         if self.belongs_to_later_loop:
             return  # the loaded checkpoint contains more than this loop knows
@@ -252,10 +257,13 @@ class StateRestorer:
         writers = trainable.writers(comm)
         mine = trainable.state_dict() if comm.local_ranks in writers else {}
         state = {"replica": mine} if not (trainable.is_replicated or job.is_lead) else self._state(mine)
+        marks = self._end_marks(has_stopped=has_stopped) if has_ended else {}
+        if marks:
+            job.checkpoints.put_off(job.step)  # a checkpoint of this step that is due anyway does not have them
         job.checkpoints.begin(
             job.step,
             state,
-            self._info(),
+            self._info() | marks,
             writers,
             comm.local_ranks,
             comm.generation,
@@ -274,24 +282,41 @@ class StateRestorer:
             checkpoints.save_alone(self._job.step, content, self._info(), lone_attempt(self._job)),
         ]
 
-    def copy_end(self, finished: Sequence[Finished], *, has_stopped: bool) -> LoopEnd | None:
-        """Return a copy of the state at the end of this loop, whatever the script does to the model afterwards.
+    def keep_end(self, finished: Sequence[Finished], *, has_stopped: bool) -> None:
+        """Keep a copy of the state at the end of this loop until the next one begins, whatever the script does to the model.
 
-        None if it cannot be saved between two loops.
+        The first one of a step counts: once the script has left the loop, it may load other weights before the loop ends.
         """
+        loops = self._job.loops
+        if loops.at_end is None or loops.at_end.step != self._job.step:
+            loops.at_end = self._copy_end(finished, has_stopped=has_stopped)
+            return
+        info = loops.at_end.info | ({"stopped": True} if has_stopped else {})
+        loops.at_end = dataclasses.replace(loops.at_end, info=info, finished=tuple(finished))
+
+    def _copy_end(self, finished: Sequence[Finished], *, has_stopped: bool) -> LoopEnd | None:
+        """Return a copy of the state; without its content if this worker need not save it; None if it cannot be saved."""
         job = self._job
-        if not (job.loops.may_save_outside and self._trainable.is_replicated) or self.belongs_to_later_loop:
+        if not (job.loops.may_save_outside and (self._trainable.is_replicated or job.checkpoints.is_named)):
             return None
-        if not set(keepers(job)) & set(job.comm.local_ranks):
-            return LoopEnd(job.step, None, {}, tuple(finished))
+        without = LoopEnd(job.step, None, {}, tuple(finished))
+        marks = self._end_marks(has_stopped=has_stopped)
+        # a split model was saved at the end of its loop, where its workers still agree
+        if not (self._trainable.is_replicated and set(keepers(job)) & set(job.comm.local_ranks)):
+            return without
+        if is_saved(job, job.step, marks):
+            return without
         try:
             copy = SnapshotBuffer(pins=False).copy(take(self._state(self._trainable.shared_state())))
         except (RuntimeError, MemoryError, CheckpointError) as error:  # no memory, or something that is not data
             if job.checkpoints.is_named:
                 self._log.warn(f"the state at the end of the loop cannot be kept, in case it must be saved: {error}")
             return None
-        ended = {"ended": True} if self._position.has_more else {}
-        return LoopEnd(job.step, copy, self._info() | ended | {"stopped": has_stopped}, tuple(finished))
+        return dataclasses.replace(without, content=copy, info=self._info() | marks)
+
+    def _end_marks(self, *, has_stopped: bool) -> dict[str, Any]:
+        """Return what the metadata of a checkpoint say about the end of a loop: it is over early, or training is."""
+        return ({"ended": True} if self._position.has_more else {}) | ({"stopped": True} if has_stopped else {})
 
     def _state(self, replica: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from holdfast.records.paths import launcher_lost_path
 
 _TOLD_WITHIN_S = 5.0
 _LOOK_S = 0.01
+_TURN_WITHIN_S = 30.0
 
 
 def launcher_died(run_dir: str) -> bool:
@@ -33,8 +34,16 @@ def launcher_died(run_dir: str) -> bool:
 
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; a worker that dies releases it."""
+    """Hold an exclusive lock on a file; a worker that dies releases it.
+
+    After :data:`_TURN_WITHIN_S` go on without it: its holder may be stopped, and what both save differs by its attempt.
+    """
     path.touch(mode=0o600)
+    ends_s = time.monotonic() + _TURN_WITHIN_S
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while time.monotonic() < ends_s:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_LOOK_S)
         yield
