@@ -198,8 +198,9 @@ class StateRestorer:
         if step >= 0:
             self._begun_from = step
             loaded = job.checkpoints.load(step, self._trainable.wanted(job.comm.members))
-            compare_with_checkpoint(job, loaded.info.get("kind", {}))
-            compare_hashes_with_checkpoint(job, loaded.info.get("hashes", {}))
+            then = loaded.info.get("kind", {})
+            compare_with_checkpoint(job, then)
+            compare_hashes_with_checkpoint(job, loaded.info.get("hashes", {}), then.get("python", ""))
             self._restore(loaded, keeps=True)
             return
         if self._initial is not None:
