@@ -289,6 +289,23 @@ def test_a_teacher_that_moves_between_steps_has_the_same_bits_after_deaths():
     assert moved_in_a_session(faults=killed(*DEATHS)) == moved_in_a_session()
 
 
+def test_a_teacher_that_moves_after_the_slices_is_refused_because_the_step_may_be_computed_again():
+    model = made(Student)
+    sgd = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    session = holdfast.Session(model, sgd, fabric="virtual", workers=2, slices=2)
+
+    def trains():
+        for step in session.steps(data(), BATCH, 2, shuffle=False):
+            for x, y in step:
+                step.backward(F.mse_loss(model(x), y))
+            model.follow()
+
+    with pytest.raises(
+        ScriptError, match=r"the loop changed the parameter teacher\.weight.* before the slices of the next"
+    ):
+        trains()
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_in_a_prepared_loop_a_teacher_moves_where_the_step_is_committed(asks):
     def moved(**arguments):

@@ -16,6 +16,10 @@ HOW_TO_CHOOSE = (
 )
 """What follows in a message that names a choice."""
 
+_ONCE_A_STEP = (
+    "Change it once a step: in session.steps before the slices of the next step, where step.number > 0 and step.attempt =="
+    " 0; in a prepared loop where loader.committed is true"
+)
 _Mark = tuple[int, int]
 """Version and address of a tensor."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,16 +69,15 @@ class Constants:
         self._marks_of_buffers = _marks(buffer for *_, buffer in self._buffers)
 
     def check_between(self) -> None:
-        """Check that no parameter without gradient has changed since the previous slice of the step.
+        """Check that no parameter without gradient has changed since the previous slice of the step, if there was one.
 
         Raises:
             ScriptError: if one has.
         """
         for name in _changed(self._frozen, self._marks):
             raise ScriptError(
-                f"the loop changed the parameter {name}, which has no gradient, between two slices of a step: an iteration"
-                " of the loop is a slice, and a worker computes more of them after a failure. Change it once a step, where"
-                " loader.committed is true"
+                f"the loop changed the parameter {name}, which has no gradient, within a step: a worker computes the step, or"
+                f" more slices of it, again after a failure. {_ONCE_A_STEP}"
             )
 
     def check(self) -> None:
@@ -104,9 +107,8 @@ class Constants:
         for name in changed:
             raise ScriptError(
                 f"the forward pass changed the parameter {name}, which has no gradient: each worker changes it once per"
-                " slice, so workers would differ after a failure. Change it once a step: in session.steps before the slices"
-                " of the next step, where step.number > 0 and step.attempt == 0; in a prepared loop where"
-                f' loader.committed is true. Or make it a buffer, and choose: buffers={{"{name}": "first"}}'
+                f" slice, so workers would differ after a failure. {_ONCE_A_STEP}. Or make it a buffer, and choose:"
+                f' buffers={{"{name}": "first"}}'
             )
 
     def _sums_of_bits(self) -> Iterator[tuple[str, int]]:
