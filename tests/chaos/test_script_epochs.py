@@ -166,6 +166,7 @@ def test_a_loop_that_one_worker_leaves_ends_for_all_after_the_same_step(tmp_path
     assert "rank 1 left the loop after step 5, while other ranks were in step 6" in report["_stdout"]
     ends = dict(re.findall(r"rank (\d) steps (\d+)", report["_stdout"]))
     assert set(ends.values()) == {"6"}
+    assert len(set(re.findall(r"drawn (\(.*\))", report["_stdout"]))) == 1, "random numbers after it are the same"
     assert len(weights(report)) == 1
     assert report["samples"]["repeated"] == 0
     assert steps(tmp_path / "c") == [6]

@@ -16,11 +16,13 @@ break, exit, swallow    leave the loop
 import argparse
 import hashlib
 import os
+import random
 import signal
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -177,4 +179,5 @@ if __name__ == "__main__":
     weights = script.run()
     if script.loader.session.is_lead:
         print(f"evaluated {script.best.seen}", flush=True)
-    print(f"rank {script.loader.session.rank} steps {script.loader.step} weights {weights}", flush=True)
+    drawn = torch.rand(()).item(), np.random.rand(), random.random()
+    print(f"rank {script.loader.session.rank} steps {script.loader.step} weights {weights} drawn {drawn}", flush=True)

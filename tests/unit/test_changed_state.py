@@ -238,6 +238,38 @@ def test_a_frozen_weight_that_is_written_with_its_own_values_is_no_change():
     train(made(Clamped), epochs=2)
 
 
+class Taught(nn.Module):
+    """A student, and a teacher whose tensors were made in inference mode: they have no version."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(4, 1)
+        with torch.inference_mode():
+            self.teacher = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)).requires_grad_(False).eval()
+
+    def forward(self, x):
+        with torch.inference_mode():
+            target = self.teacher(x)
+        return self.student(x) + target.clone()
+
+
+def test_a_teacher_that_was_made_in_inference_mode_is_kept_and_restored(tmp_path):
+    def taught(**arguments):
+        model = made(Taught)
+        sgd = torch.optim.SGD(model.student.parameters(), lr=0.1)
+        session = holdfast.Session(model, sgd, fabric="virtual", workers=4, slices=4, **arguments)
+        for step in session.steps(data(), BATCH, 2, shuffle=False):
+            for x, y in step:
+                step.backward(F.mse_loss(model(x), y))
+        return model_sha256(model)
+
+    undisturbed, kept = taught(), {"checkpoint_dir": str(tmp_path)}
+    assert taught(faults=killed(*DEATHS)) == undisturbed
+    with pytest.raises(SystemExit):
+        taught(stop_after=2, **kept)
+    assert taught(resume=True, **kept) == undisturbed
+
+
 def moved_in_a_session(**arguments):
     model = made(Student)
     session = holdfast.Session(
@@ -255,6 +287,23 @@ def moved_in_a_session(**arguments):
 
 def test_a_teacher_that_moves_between_steps_has_the_same_bits_after_deaths():
     assert moved_in_a_session(faults=killed(*DEATHS)) == moved_in_a_session()
+
+
+def test_a_teacher_that_moves_after_the_slices_is_refused_because_the_step_may_be_computed_again():
+    model = made(Student)
+    sgd = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    session = holdfast.Session(model, sgd, fabric="virtual", workers=2, slices=2)
+
+    def trains():
+        for step in session.steps(data(), BATCH, 2, shuffle=False):
+            for x, y in step:
+                step.backward(F.mse_loss(model(x), y))
+            model.follow()
+
+    with pytest.raises(
+        ScriptError, match=r"the loop changed the parameter teacher\.weight.* before the slices of the next"
+    ):
+        trains()
 
 
 @pytest.mark.parametrize("asks", [True, False])

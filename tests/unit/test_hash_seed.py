@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import platform
+from types import SimpleNamespace
 
 import pytest
 
 from holdfast.config import Settings
+from holdfast.engine.context import PlatformState
 from holdfast.launch.hash_seed import HASH_SEED, hash_seed, hash_seed_line
+from holdfast.state.hash_seed import compare_hashes_with_checkpoint, hash_digest
 
 
 @pytest.fixture
@@ -46,3 +50,23 @@ def test_it_is_the_jobs_unless_the_environment_or_a_checkpoint_has_one(saved, mo
         "PYTHONHASHSEED is 77 as when the checkpoint was made, and not 6 as in the environment"
     )
     assert hash_seed_line(Settings(checkpoint_dir=saved)) == ""
+
+
+@pytest.mark.parametrize(
+    ("seed", "advice"),
+    [
+        ("5", "PYTHONHASHSEED is 5 as then, but Python is {now}; use Python 3.9 again"),
+        ("6", "export PYTHONHASHSEED=6"),
+        ("", "the seed was random; for later jobs, export PYTHONHASHSEED=0"),
+    ],
+)
+def test_other_hashes_than_the_checkpoints_are_said_with_what_to_do(seed, advice, monkeypatch, capsys):
+    monkeypatch.setattr("holdfast.state.hash_seed._AT_START", "5")
+    job = SimpleNamespace(is_lead=True, platform=PlatformState(), comm=SimpleNamespace(local_ranks=(0,)))
+
+    for _ in range(2):
+        compare_hashes_with_checkpoint(job, {"seed": seed, "digest": hash_digest() + 1}, "3.9")
+
+    said = "hash() of texts and orders of sets are not the same as when the checkpoint was made: "
+    now = platform.python_version()
+    assert capsys.readouterr().err == f"holdfast: worker 0: {said}{advice.format(now=now)}\n", "once"

@@ -202,6 +202,38 @@ def test_items_that_are_counted_too_late_are_refused():
     gradient_hook.forget()
 
 
+def two_losses(between):
+    """A prepared loop with two optimizers, whose losses are means over the items that ``between`` counts a second time."""
+    models = [net(), net()]
+    sgds = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    models, sgds, loader = holdfast.prepare(models, sgds, DataLoader(data(), BATCH), **settings(1, 1))
+    try:
+        for x, mask in loader:
+            loader.mean_over(mask.sum())
+            masked(models[0], x, mask).backward()
+            sgds[0].step()
+            between(loader, mask)
+            masked(models[1], x, mask).backward()
+            sgds[1].step()
+    finally:
+        gradient_hook.forget()
+
+
+def test_two_losses_of_a_slice_are_means_over_the_same_items():
+    two_losses(lambda loader, mask: loader.mean_over(mask.sum()))
+    with pytest.raises(ScriptError, match=r"counted after its first backward pass.* over the same items"):
+        two_losses(lambda loader, mask: loader.mean_over(mask.sum() + 1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_slices_with_and_without_items_are_refused(first):
+    calls = iter(range(100))
+    number = "no number of items, and the previous one has one" if first else "a number of items, .* has none"
+
+    with pytest.raises(ScriptError, match=f"slice 1 of step 0 has {number}: pass it in every slice or in none"):
+        in_session(1, 4, count=lambda mask: mask.sum() if (next(calls) == 0) == first else None)
+
+
 def test_an_optimizer_that_runs_before_the_items_are_known_is_refused():
     with pytest.raises(ConfigError, match="cannot be used with --overlap-optimizer"):
         in_session(update="eager")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from holdfast.config import Settings
 from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report import build_report
+from holdfast.state import platform_check
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
-from holdfast.state.platform_check import compare_with_others, cpu_model, platform_of_worker
+from holdfast.state.platform_check import compare_platforms, compare_with_others, cpu_model, platform_of_worker
 
 AVX512 = {"capability": "AVX512", "cpu": "A 1", "torch": "2.0", "threads": "1", "kernels": "77"}
 AVX2 = AVX512 | {"capability": "AVX2", "kernels": "88"}
@@ -176,6 +178,24 @@ def test_where_any_may_come_or_no_bits_are_promised_it_goes_in_and_says_so(setti
     assert written == []
     assert world.platform.given_up == (said if settings == {"kinds": "any"} else "")
     assert capsys.readouterr().err.startswith(f"holdfast: worker 4: {said}")
+
+
+@pytest.mark.parametrize(("theirs", "differs"), [("AVX512", True), ("AVX2", False)])
+@pytest.mark.parametrize("settings", [{"kinds": "any"}, {"strategy": "forward"}])
+def test_workers_know_that_platforms_differ_whatever_is_promised(settings, theirs, differs, monkeypatch):
+    """Samples that are decoded there may have other bits, and are not compared."""
+    world, _ = newcomer(**settings)
+    platforms = {3: {"capability": theirs, "threads": "1"}, 4: world.platform.properties}
+    mine, other = number_of(platforms[4]), number_of(platforms[3])
+    world.is_lead, world.comm.processes, world.comm.members = False, ((3,), (4,)), (3, 4)
+    world.comm.maximum = lambda numbers: (max(mine, other), max(~mine, ~other), *numbers[2:])
+    monkeypatch.setattr(
+        platform_check, "broadcast_bytes", lambda comm, data, rank: json.dumps(platforms[rank]).encode()
+    )
+
+    compare_platforms(world)
+
+    assert world.platform.differs == differs
 
 
 # -- the report

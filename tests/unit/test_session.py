@@ -9,13 +9,14 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.comm import VirtualCommunicator
-from holdfast.errors import ConfigError, ReplicasDiffer, ScriptError, TooFewWorkers
+from holdfast.errors import CheckpointError, ConfigError, ReplicasDiffer, ScriptError, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.files import read_run
 from holdfast.records.types import Recovered, StepCommitted
@@ -553,6 +554,37 @@ def test_leaving_the_loop_of_a_session_that_is_gone_is_found_out_at_the_end():
 
     with pytest.raises(ScriptError, match="left at step 0 before its end"):
         at_exit()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.decoder.weight = self.encoder.weight
+        self.register_buffer("part", self.encoder.bias.detach()[:2])
+
+
+def test_tied_weights_are_saved_as_safetensors_under_both_names(tmp_path):
+    model = Tied()
+    session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), workers=2)
+
+    session.save(tmp_path / "model.safetensors")
+
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("name", "error"), [("a.safetensors", AttributeError), ("taken", CheckpointError)])
+def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path, name, error):
+    _, _, session = make()
+    (tmp_path / "taken").mkdir()
+
+    with pytest.raises(error):
+        session.save(tmp_path / name, {"weight": torch.zeros(2), "words": "no tensor"})
+
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_replicas_that_differ_are_found_out():

@@ -25,7 +25,8 @@ class DataPosition:
 
     def __init__(self, plan: SamplePlan, changes: Mapping[str, Any], source: DataSource | None = None) -> None:
         self._given, self._source = plan, source
-        self._samples: int | None = None
+        self.samples = -1
+        """A digest of some samples of the dataset, -1 if it is not known; see :meth:`read_samples`."""
         self.stream: Stream | None = plan.stream if isinstance(plan.stream, Stream) else None
         self._is_ended = False
         self.change(changes)
@@ -148,11 +149,10 @@ class DataPosition:
             return self.stream.digest(self._cursor.offset, end)
         return None if plan.sampler is None else plan.sampler.digest(epoch)
 
-    def samples(self) -> int:
-        """Return a digest of some samples of the dataset, -1 if it is not known; see :mod:`.sample_digest`."""
-        if self._samples is None:
-            self._samples = -1 if self._source is None else sample_digest(self._source, self._given.num_samples)
-        return self._samples
+    def read_samples(self) -> None:
+        """Find :attr:`samples`, unless it is known; see :mod:`.sample_digest`."""
+        if self.samples < 0 and self._source is not None:
+            self.samples = sample_digest(self._source, self._given.num_samples)
 
     def digest_differs(self, then: int) -> bool:
         """Return whether the sampler gives another order than the one that had the digest ``then``; 0: at the end of a plan."""

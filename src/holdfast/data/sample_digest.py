@@ -1,15 +1,11 @@
-"""A digest of some samples of a dataset, by which workers notice that they do not have the same data.
+"""A digest of some samples of a dataset in memory, by which workers notice that they do not have the same data.
 
-Data in memory is read at many places. Any other dataset is a class of the script, whose samples may be slow, differ each
-time, or change what the dataset holds: one sample is loaded several times, within a short time, and has no digest
-unless it is the same each time. A dataset that loader processes read is not touched in the worker's own process: it may
-open a file that they must open themselves.
+Only data that can be read without running code of the script are read: its samples may be slow, differ each time, or
+change what a dataset of the script holds.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,78 +14,84 @@ import xxhash
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from holdfast.data.loader import DataSource
-from holdfast.data.seeds import seed_of, seeded
 
-_IN_MEMORY = 256
-"""Samples of a dataset in memory that are read, evenly spaced."""
-_LOADS, _WITHIN_S = 8, 0.02
-"""How often a sample of any other dataset is loaded, and the time for it.
-
-A sample with random numbers of its own is the same in all of the loads at one worker, and another one at a second worker,
-at most once in 30,000 times.
-"""
+_MOST = 256
+"""Samples that are read, evenly spaced."""
+_MOST_BYTES = 1 << 24
+"""Of a tensor or an array, so that a loop does not begin noticeably later."""
+_MOST_VALUES, _MOST_PARTS = 1 << 16, 64
+"""Of a tensor or an array in a sample, and of a list or a dict in it: the first ones."""
 
 
 def sample_digest(source: DataSource, num_samples: int) -> int:
-    """Return a digest of some samples, from 0 to 2**62 - 1; -1 if there is none, for a stream or samples that may differ."""
+    """Return a digest of some samples, from 0 to 2**62 - 1; -1 if there is none, because they are not in memory."""
     if num_samples < 1:
         return -1
-    try:
-        if _is_in_memory(source.dataset):
-            spaced = np.linspace(0, num_samples - 1, min(num_samples, _IN_MEMORY)).astype(np.int64)
-            return _digest([source.dataset[i] for i in spaced.tolist()])
-        return -1 if source.num_workers else _of_same_loads(source.dataset)
-    except Exception:  # of the script's dataset: it raises again where the sample is trained on, if that is not caught
-        return -1
-
-
-def _is_in_memory(dataset: Any) -> bool:
-    """Return whether reading the dataset runs no code of the script."""
-    if type(dataset) is Subset:
-        return _is_in_memory(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return all(map(_is_in_memory, dataset.datasets))
-    if type(dataset) is StackDataset:
-        parts = dataset.datasets
-        return all(map(_is_in_memory, parts.values() if isinstance(parts, dict) else parts))
-    return type(dataset) in (TensorDataset, list, tuple, torch.Tensor, np.ndarray)
-
-
-def _of_same_loads(dataset: Any) -> int:
-    ends_s = time.monotonic() + _WITHIN_S
-    digests = set()
-    for _ in range(_LOADS):
-        with seeded(seed_of("digest of samples")):
-            digests.add(_digest(dataset[0]))
-        if time.monotonic() > ends_s or len(digests) > 1:
-            return -1
-    return digests.pop()
-
-
-def _digest(value: Any) -> int:
     digest = xxhash.xxh3_64()
-    _add(digest, value)
-    return digest.intdigest() >> 2
+    spaced = np.linspace(0, num_samples - 1, min(num_samples, _MOST)).astype(np.int64)
+    try:
+        known = _add_samples(digest, source.dataset, spaced.tolist())
+    except (IndexError, KeyError, TypeError, ValueError, RuntimeError):  # raised again where the sample is trained on
+        return -1
+    return digest.intdigest() >> 2 if known else -1
 
 
-def _add(digest: Any, value: Any) -> None:
+def _add_samples(digest: Any, data: Any, places: list[int]) -> bool:
+    """Add the samples at ``places``; return False if reading them may run code of the script."""
+    kind = type(data)
+    if kind is Subset:
+        if type(data.indices) not in (list, tuple, range, torch.Tensor, np.ndarray):
+            return False
+        return _add_samples(digest, data.dataset, [int(data.indices[place]) for place in places])
+    if kind is ConcatDataset:
+        ends = data.cumulative_sizes
+        parts = np.searchsorted(ends, places, side="right").tolist()
+        begun = [0, *ends]
+        return all(
+            _add_samples(digest, part, [place - begun[i] for place, at in zip(places, parts, strict=True) if at == i])
+            for i, part in enumerate(data.datasets)
+        )
+    if kind is StackDataset:
+        parts = data.datasets
+        return all(_add_samples(digest, part, places) for part in (parts.values() if type(parts) is dict else parts))
+    if kind is TensorDataset:
+        return all(_add_samples(digest, tensor, places) for tensor in data.tensors)
+    if kind is torch.Tensor or kind is np.ndarray:
+        stride = max(1, -(-len(places) * data.nbytes // (_MOST_BYTES * max(1, len(data)))))
+        rows = data[places[::stride]]  # at once, because each read from a GPU waits for it
+        digest.update(repr((str(rows.dtype), tuple(rows.shape))).encode())
+        _add(digest, rows, most=rows.size if kind is np.ndarray else rows.numel())
+        return True
+    if kind in (list, tuple):
+        for place in places:
+            _add(digest, data[place])
+        return True
+    return False
+
+
+def _add(digest: Any, value: Any, most: int = _MOST_VALUES) -> None:
     """Add the tensors, numbers and texts of a sample; paths may differ between machines, and other objects are left out."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = value.detach().reshape(-1)[:most].cpu().contiguous()
         digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
     elif isinstance(value, np.ndarray) and value.dtype != object:
-        digest.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, Mapping):
-        for name in sorted(value, key=repr):
-            digest.update(repr(name).encode())
+        digest.update(np.ascontiguousarray(value.reshape(-1)[:most]).tobytes())
+    elif isinstance(value, dict):
+        digest.update(b"{%d" % len(value))
+        for name in sorted(filter(_is_plain, value), key=repr)[:_MOST_PARTS]:
+            digest.update(repr(name).encode(errors="surrogatepass"))
             _add(digest, value[name])
     elif isinstance(value, list | tuple):
-        digest.update(b"(")
-        for part in value:
+        digest.update(b"(%d" % len(value))
+        for part in value[:_MOST_PARTS]:
             _add(digest, part)
     elif isinstance(value, str) and ("/" in value or "\\" in value):
         digest.update(b"/")
-    elif value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
+    elif _is_plain(value):
         digest.update(repr(value).encode(errors="surrogatepass"))
     else:
         digest.update(type(value).__qualname__.encode())
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | bytes | int | float | complex | np.generic)

@@ -208,11 +208,13 @@ class PlatformState:
     Args:
         properties: Properties of the platform that decide result bits, see :mod:`holdfast.state.platform`.
         given_up: Why bit-exactness no longer holds across platforms, as known to this worker; "" if it holds.
+        differs: Workers are on different platforms, whatever is promised, as all of them know since the loop was loaded.
         hashes_differ: Python's hashes are not those of other workers or of the checkpoint, and this was said.
     """
 
     properties: dict[str, str] = field(default_factory=dict)
     given_up: str = ""
+    differs: bool = False
     hashes_differ: bool = False
 
 

@@ -106,6 +106,7 @@ class TrainingLoop:
         self._pauses = pauses
         self._is_applied = False
         self._has_left = False
+        self._generators: tuple[int, dict[str, Any]] = (-1, {})
         self._trainable = trainable
         strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
         self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
@@ -229,16 +230,16 @@ class TrainingLoop:
 
     def _compute(self, step: int) -> Generator[Step, None, Event]:
         """Let the script compute a step. In a model that is split, workers need each other to begin and to finish."""
-        generators = generator_states() if self._has_left else None
+        if self._pauses and self._generators[0] != step:  # for the case that the script of a worker has left the loop
+            self._generators = step, generator_states()
         try:
             attempt = self._begin(step)
         except (PeerFailed, StoreLost) as error:
             return self._answer(error)
         if attempt is None:
             return DataExhausted()
-        if generators is not None:
+        if self._has_left:
             self._executor.give_nothing()
-            set_generator_states(generators)  # the script is beyond this loop
             return Computed()
         begun_s = self._job.clock.now_s()
         yield attempt
@@ -341,6 +342,7 @@ class TrainingLoop:
                 self._status.flags |= Note.STOP
                 if self._job.is_lead:
                     self._log.warn(said.leaver_line())
+            set_generator_states(self._generators[1])  # as at the worker that has left
             return LoopLeft()
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")

@@ -58,7 +58,7 @@ class StepBuffers:
             id(buffer): (f"{path}.{name}".lstrip("."), module, name, buffer)
             for path, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if buffer.numel()
+            if buffer.numel() and not buffer.is_inference()
         }
         chosen = {path: _chosen(f"{prefix}{path}", module, name, choices) for path, module, name, _ in found.values()}
         is_sent = {path: b.numel() <= self.MAX_NUMEL or bool(chosen[path]) for path, _, _, b in found.values()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -136,19 +137,17 @@ class ModelPart:
         their gradient.
         """
         total = self.total(loss, weight)
-        if midway is None:
-            total.backward()
-            if not weight:
-                zero_each([p.grad for p in self.buckets.parameters if p.grad is not None])
-            return
         parameters = self.buckets.parameters
-        hook = parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: midway())
+        hook = None
+        if midway is not None:
+            hook = parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: midway())
         try:
             total.backward()
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
         if not weight:
-            zero_each([p.grad for p in self.buckets.parameters if p.grad is not None])
+            zero_each([p.grad for p in parameters if p.grad is not None])
 
     def total(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Return the value to differentiate: the loss summed over the slice, scaled if there is a scaler."""
@@ -309,7 +308,8 @@ class ModelPart:
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Load what :meth:`model_state` returned on another worker."""
         self.own.forget()
-        self.model.load_state_dict(state["model"])
+        with _writing(self.model):
+            self.model.load_state_dict(state["model"])
         for name, buffer in self._transient().items():
             buffer.copy_(state["transient"][name])
         if self.average is not None:
@@ -330,7 +330,8 @@ class ModelPart:
             )
         for name, thing in things.items():
             try:
-                thing.load_state_dict(state[name] if keeps else clone(state[name]))
+                with _writing(self.model) if thing is self.model else nullcontext():
+                    thing.load_state_dict(state[name] if keeps else clone(state[name]))
             except (RuntimeError, ValueError, KeyError) as error:
                 raise CheckpointError(f"the checkpoint's {name} does not fit this session's: {error}") from error
 
@@ -352,6 +353,12 @@ class ModelPart:
         if self.average is not None:
             things["average"] = self.average
         return things
+
+
+def _writing(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context in which torch lets the tensors of a model be written, if some were made in inference mode."""
+    tensors = (*model.parameters(), *model.buffers())
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()
 
 
 def _check_layers(model: nn.Module) -> None:

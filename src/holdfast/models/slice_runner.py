@@ -74,6 +74,11 @@ class SliceRunner(Runner):
         self._context.total.keeps_terms = keeps_terms
         return Step(self, batch, slices, attempt)
 
+    def finish(self, batch: MiniBatch, attempt: Step) -> None:
+        if not self._part.own.differ:  # with a state per worker, another one is in the model now
+            self._part.buckets.buffers.constants.check_between()
+        super().finish(batch, attempt)
+
     def _plan_rows(self, batch: MiniBatch) -> RowPlan:
         """Return which slices share a row. A guard that heals compares single slices, and planned flips name them.
 

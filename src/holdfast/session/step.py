@@ -82,6 +82,7 @@ class Step:
         self._pending: list[int] = list(mine)
         self._metrics: dict[str, torch.Tensor | float] = {}
         self._items: float | None = None
+        self._counts_items: bool | None = None
         self._in_loop = False
         self._repeats = False
         self._repeated = -1
@@ -155,11 +156,18 @@ class Step:
         """Keep the gradients and metrics of the slice; return whether it was this worker's last one.
 
         Raises:
-            ScriptError: if the slice has no loss.
+            ScriptError: if the slice has no loss, or its items are counted and those of the previous slice are not, or the
+                other way round.
         """
-        number = self._pending[0]
+        number, counts_items = self._pending[0], self._items is not None
         if "loss" not in self._metrics:
             raise ScriptError(f"slice {number} of step {self.number} ended without step.backward(loss)")
+        if self._counts_items not in (None, counts_items):
+            raise ScriptError(
+                f"slice {number} of step {self.number} has {'a' if counts_items else 'no'} number of items, and the previous"
+                f" one has {'none' if counts_items else 'one'}: pass it in every slice or in none"
+            )
+        self._counts_items = counts_items
         self._work.end_slice(self._batch, number, self._metrics, self._items)
         self._pending.pop(0)
         self._current = -1
@@ -190,6 +198,11 @@ class Step:
         count = float(items)
         if not 0 <= count < math.inf:
             raise ScriptError(f"the number of items of a slice must be at least 0, and finite, got {count:g}")
+        if "loss" in self._metrics and count != self._items:
+            raise ScriptError(
+                f"the items of slice {self._current} of step {self.number} were counted after its first backward pass, which"
+                " counts by another number: all losses of a slice must be means over the same items; count them before it"
+            )
         self._items = count
 
     def backward(self, loss: torch.Tensor, *, items: float | torch.Tensor | None = None) -> None:

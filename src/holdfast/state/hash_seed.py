@@ -32,12 +32,14 @@ def warn_of_hashes(job: JobContext) -> None:
     job.platform.hashes_differ = True
 
 
-def compare_hashes_with_checkpoint(job: JobContext, then: Mapping[str, Any]) -> None:
-    """Say once that this worker's hashes are not those of the checkpoint, if it has them."""
+def compare_hashes_with_checkpoint(job: JobContext, then: Mapping[str, Any], python: str) -> None:
+    """Say once that this worker's hashes are not those of the checkpoint, if it has them; ``python`` has made that."""
     if not then or then.get("digest") == hash_digest() or job.platform.hashes_differ:
         return
     seed = then.get("seed", "")
     do = f"export PYTHONHASHSEED={seed}" if seed else "the seed was random; for later jobs, export PYTHONHASHSEED=0"
+    if seed and seed == _AT_START:  # so their function is another one
+        do = f"PYTHONHASHSEED is {seed} as then, but Python is {sys.version.partition(' ')[0]}; use Python {python} again"
     if job.is_lead:
         _warn(job, f"{_SAYS} as when the checkpoint was made: {do}")
     job.platform.hashes_differ = True

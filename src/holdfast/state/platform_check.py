@@ -144,7 +144,8 @@ def compare_platforms(job: JobContext) -> None:
     high, low, high_hash, low_hash = comm.maximum((number, ~number, hashes, ~hashes))
     if high_hash != ~low_hash:
         warn_of_hashes(job)
-    if high == ~low:
+    job.platform.differs = high != ~low
+    if not job.platform.differs:
         return
     mine = json.dumps(job.platform.properties).encode()
     platforms: dict[int, Platform] = {rank: json.loads(broadcast_bytes(comm, mine, rank)) for rank in comm.members}

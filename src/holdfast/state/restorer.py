@@ -79,6 +79,7 @@ class StateRestorer:
         """
         self._admission.hang_up()
         compare_platforms(self._job)
+        self._read_samples()
         self._set_order(choose_order(self._job))
         way = self._guard.share_state()
         if way is None:
@@ -96,6 +97,10 @@ class StateRestorer:
             self._job.loops.sum.order = order
         self._position.align(in_tree=order.startswith("tree"))
 
+    def _read_samples(self) -> None:
+        if len(self._job.comm.processes) > 1:  # one process has nobody to compare them with
+            self._position.read_samples()
+
     def _compare_data(self) -> None:
         """Check that all workers have the same data before them: some samples, and what a sampler or a stream decides.
 
@@ -104,8 +109,8 @@ class StateRestorer:
         is_alone = len(self._job.comm.processes) == 1
         if self.belongs_to_later_loop or ((order := self._position.digest()) is None and is_alone):
             return
-        digest, has_other_bits = order or 0, bool(self._job.platform.given_up)
-        samples = -1 if is_alone or has_other_bits else self._position.samples()
+        digest, platform = order or 0, self._job.platform
+        samples = -1 if is_alone or platform.differs or platform.given_up else self._position.samples
         numbers = (digest, ~digest, samples, ~samples if samples >= 0 else _NO_SAMPLES)
         high, low, most, least = self._job.comm.maximum(numbers)
         if high != ~low:
@@ -122,7 +127,9 @@ class StateRestorer:
 
         On another platform they may have other bits.
         """
-        then, now, job = info.get("samples", -1), self._position.samples(), self._job
+        if joins:
+            self._read_samples()
+        then, now, job = info.get("samples", -1), self._position.samples, self._job
         if then not in (-1, now) and now >= 0 and info.get("kind") == job.platform.properties:
             warn_of_samples(job, joins=joins)
 
@@ -191,8 +198,9 @@ class StateRestorer:
         if step >= 0:
             self._begun_from = step
             loaded = job.checkpoints.load(step, self._trainable.wanted(job.comm.members))
-            compare_with_checkpoint(job, loaded.info.get("kind", {}))
-            compare_hashes_with_checkpoint(job, loaded.info.get("hashes", {}))
+            then = loaded.info.get("kind", {})
+            compare_with_checkpoint(job, then)
+            compare_hashes_with_checkpoint(job, loaded.info.get("hashes", {}), then.get("python", ""))
             self._restore(loaded, keeps=True)
             return
         if self._initial is not None:
@@ -339,7 +347,7 @@ class StateRestorer:
             "changes": self._live_config.state(),
             "kind": job.platform.properties,
             "hashes": hashes(),
-            **({"samples": digest} if (digest := self._position.samples()) >= 0 else {}),
+            **({"samples": digest} if (digest := self._position.samples) >= 0 else {}),
             **({"framework": job.loops.describe()} if job.loops.describe is not None else {}),
             **({"link": job.committed.link} if job.committed.link else {}),
             **({} if (epoch := job.loops.script_epoch) is None else {"script_epoch": dataclasses.asdict(epoch)}),
