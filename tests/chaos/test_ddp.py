@@ -488,6 +488,8 @@ for _ in range(2):
 group = dist.new_group(holdfast.distributed.alive())
 dist.barrier(group)
 print("sum", total.item(), "of", dist.get_world_size())
+if holdfast.distributed.is_lead():
+    print("the lead has nothing to save")
 """
 
 

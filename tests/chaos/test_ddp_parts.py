@@ -118,6 +118,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from holdfast.distributed import is_lead
 dist.init_process_group("holdfast")
 me = dist.get_rank()
 torch.manual_seed(0)
@@ -132,7 +133,8 @@ with model.join(divide_by_initial_world_size=sys.argv[1] == "initial"):
         if step == 14 and sys.argv[1] == "effective":
             print("grad", model.module.weight.grad[0, 0].item())
         optimizer.step()
-print("weights", [p.tolist() for p in model.parameters()])
+if is_lead() or me != 0:
+    print("weights", [p.tolist() for p in model.parameters()])
 """
 
 
