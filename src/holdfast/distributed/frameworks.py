@@ -6,6 +6,7 @@ any other backend, they stay as they are.
 
 from __future__ import annotations
 
+import functools
 import os
 from types import ModuleType
 from typing import Any
@@ -62,7 +63,26 @@ def _watch_sharded_optimizer(module: ModuleType) -> None:
     watch_sharded_optimizer(module)
 
 
+def _agree_on_a_survivor(module: ModuleType) -> None:
+    """Let ``join()`` end where all ranks that still had data are lost: DDP looks for one of them to copy the model from."""
+    kind: Any = module.DistributedDataParallel
+    find = kind._find_common_rank
+
+    @functools.wraps(find)
+    def find_among_survivors(self: Any, input_rank: int, rank_cond: bool) -> int:
+        try:
+            return find(self, input_rank, rank_cond)  # type: ignore[no-any-return]
+        except ValueError:  # no rank is a candidate, which all of them find alike
+            alive = getattr(self.process_group, "alive_places", [])
+            if not alive or len(alive) == self.process_group.size():
+                raise
+            return int(alive[-1])  # replicas are equal; DDP takes the largest candidate, too
+
+    kind._find_common_rank = find_among_survivors
+
+
 _CHANGES: dict[str, Change] = {
+    "torch.nn.parallel.distributed": _agree_on_a_survivor,
     "accelerate.state": _accept_backend,
     "torch.distributed.optim.zero_redundancy_optimizer": _watch_sharded_optimizer,
     "lightning.fabric.plugins.environments.mpi": _do_not_start_mpi,

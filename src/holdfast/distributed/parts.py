@@ -98,7 +98,7 @@ class Evidence:
             self.replicates = self.replicates or spans_job
             if self.splits_optimizer:
                 return Fate(lost=_OPTIMIZER, is_part=True)
-            return Fate(recovers=True, scales=call_site.is_join)
+            return Fate(recovers=True)
         if call_site.normalises:
             return Fate(recovers=True)
         lost = self._lost(call_site, list(tensors), spans_job=spans_job, gathers=gathers)

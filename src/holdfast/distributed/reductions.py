@@ -41,6 +41,8 @@ class ReduceCollectives(SparseCollectives):
         super().__init__(engine, members, rank, timeout_s)
         self._lent_in: object = None
         self._lent_bytes = 0
+        self._counted: Work | None = None
+        """The newest count of ranks in ``join()``: DDP holds it in C++ alone, and reads it in the backward pass."""
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
         """All-reduce a tensor, in place."""
@@ -68,7 +70,7 @@ class ReduceCollectives(SparseCollectives):
         call_site = self._call_site()
         in_ddp = call_site.is_backward
         fate = self._fate(call_site, [tensor])
-        place = call_site.place if fate.scales and not call_site.is_join else ""
+        place = call_site.place if fate.scales else ""
         step = self._engine.recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
         is_lent = call_site.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
         zero_copy = is_lent and current_staging() is None  # on another device, nothing reads the memory of the result
@@ -115,7 +117,10 @@ class ReduceCollectives(SparseCollectives):
             if result[0] is not tensor:
                 overwrite(tensor, result[0])
 
-        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, fate=fate)
+        work = self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, fate=fate)
+        if call_site.is_join:
+            self._counted = work
+        return work
 
     def _behind_the_last(self, span: SlotSpan, asker: CallSite) -> SlotSpan:
         """Return the place of a bucket whose result DDP reads once all buckets of the backward pass are reduced."""
