@@ -130,7 +130,7 @@ WALKED: dict[str, dict[str, object]] = {
     },
     "holdfast.distributed": {
         "register": "takes a DistributedDataParallel, which makes collectives while it is built",
-        **dict.fromkeys(("RanksLost", "alive"), PLAIN),
+        **dict.fromkeys(("RanksLost", "alive", "is_lead"), PLAIN),
     },
     "holdfast.checkpoint": {
         "CheckpointStore": ["store"],
