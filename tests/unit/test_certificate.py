@@ -162,7 +162,7 @@ def test_a_lowest_bit_that_flips_at_who_does_not_lead_is_found_or_nothing_is_lef
         return links(found), {(r.sha256, r.state_sha256) for r in found if isinstance(r, Finished)}
 
     undisturbed, end = train_flipped("quiet", "")
-    flips = [plan(f"flip:rank=1,step=9,target={target},bits=0,seed={seed}") for seed in range(6)]
+    flips = [plan(f"flip:rank=1,step=9,target={target},bits=0,seed={seed}") for seed in range(18)]
     flipped = [train_flipped(str(number), flip) for number, flip in enumerate(flips)]
 
     assert len(end) == 1
