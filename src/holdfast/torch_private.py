@@ -24,10 +24,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
     "JOINED",
+    "MODULE_CALL",
     "OBJECT_BROADCAST",
     "OBJECT_GATHERS",
     "TRIED",
     "add_each",
+    "agree_on_common_rank",
     "begin_event",
     "buffers_of",
     "check_version",
@@ -62,6 +64,9 @@ TRIED = "2.14.1"
 
 JOINED = "_match_all_reduce_for_bwd_pass"
 """The DistributedDataParallel method that issues the bucket all-reduces of a rank without data, to match the other ranks' reducers."""
+
+MODULE_CALL = "_call_impl"
+"""The method of a module that calls its forward pass."""
 
 OBJECT_GATHERS = ("all_gather_object", "gather_object")
 """The functions of ``torch.distributed`` that gather the sizes of pickled objects, and then their bytes."""
@@ -269,3 +274,24 @@ def debug_server(path: str) -> Any:
     from torch._C._distributed_c10d import _WorkerServer
 
     return _WorkerServer(path)
+
+
+def agree_on_common_rank(kind: Any, instead: Callable[[Any], int | None]) -> None:
+    """Let ``instead`` choose where no rank is a candidate for the one that ``DistributedDataParallel`` copies the model from.
+
+    Args:
+        kind: The class.
+        instead: Receives the process group, and returns the same rank on all of them, or None to let torch raise.
+    """
+    find = kind._find_common_rank
+
+    def find_or_choose(self: Any, input_rank: int, rank_cond: bool) -> int:
+        try:
+            return int(find(self, input_rank, rank_cond))
+        except ValueError:  # on all ranks alike
+            rank = instead(self.process_group)
+            if rank is None:
+                raise
+            return rank
+
+    kind._find_common_rank = find_or_choose

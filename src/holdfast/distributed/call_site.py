@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not in its __all__
 
-from holdfast.torch_private import JOINED, OBJECT_BROADCAST, OBJECT_GATHERS
+from holdfast.torch_private import JOINED, MODULE_CALL, OBJECT_BROADCAST, OBJECT_GATHERS
 
 _BACKWARD_MODULE = "torch.autograd.graph"
 _DDP_MODULE = "torch.nn.parallel.distributed"
@@ -133,7 +133,7 @@ class CallSite:
                 in_function = in_function or torch.is_grad_enabled()
             elif name == "torch.autograd.function":
                 in_function = True
-            elif name == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
+            elif name == "torch.nn.modules.module" and frame.f_code.co_name == MODULE_CALL:
                 in_forward = True
                 in_training = in_training or bool(frame.f_locals["self"].training)
         return Stack(sharding, in_function, in_forward, in_training)

@@ -6,7 +6,6 @@ any other backend, they stay as they are.
 
 from __future__ import annotations
 
-import functools
 import os
 from types import ModuleType
 from typing import Any
@@ -65,20 +64,15 @@ def _watch_sharded_optimizer(module: ModuleType) -> None:
 
 def _agree_on_a_survivor(module: ModuleType) -> None:
     """Let ``join()`` end where all ranks that still had data are lost: DDP looks for one of them to copy the model from."""
-    kind: Any = module.DistributedDataParallel
-    find = kind._find_common_rank
+    from holdfast.torch_private import agree_on_common_rank  # late: it needs torch, which is being imported
 
-    @functools.wraps(find)
-    def find_among_survivors(self: Any, input_rank: int, rank_cond: bool) -> int:
-        try:
-            return find(self, input_rank, rank_cond)  # type: ignore[no-any-return]
-        except ValueError:  # no rank is a candidate, which all of them find alike
-            alive = getattr(self.process_group, "alive_places", [])
-            if not alive or len(alive) == self.process_group.size():
-                raise
-            return int(alive[-1])  # replicas are equal; DDP takes the largest candidate, too
+    def survivor(group: Any) -> int | None:
+        alive = getattr(group, "alive_places", [])
+        return (
+            int(alive[-1]) if 0 < len(alive) < group.size() else None
+        )  # replicas are equal; DDP takes the largest, too
 
-    kind._find_common_rank = find_among_survivors
+    agree_on_common_rank(module.DistributedDataParallel, survivor)
 
 
 _CHANGES: dict[str, Change] = {
