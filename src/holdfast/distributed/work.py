@@ -170,7 +170,8 @@ class PendingWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors: a complete one, if its reader is a callback, or makes collectives in callbacks."""
-        by_hook = str(sys._getframe(1).f_globals.get("__name__")) in _CHAINING
+        caller = sys._getframe().f_back  # None in a thread of C++, as for the backward pass of a GPU
+        by_hook = caller is not None and caller.f_globals.get("__name__") in _CHAINING
         in_callback = threading.current_thread().name == COMPLETES_FUTURES
         if (by_hook or in_callback) and not self._ends_within(self.timeout_s):
             self._give_up(self)
