@@ -15,7 +15,7 @@ from holdfast.data.ledger import SampleCounts
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.data.position import DataPosition
-from holdfast.data.seeds import generator_states, set_generator_states
+from holdfast.data.seeds import seed_slice
 from holdfast.engine.acts import StrategyActions
 from holdfast.engine.context import JobContext, LoopEnd
 from holdfast.engine.executor import StepExecutor
@@ -106,7 +106,6 @@ class TrainingLoop:
         self._pauses = pauses
         self._is_applied = False
         self._has_left = False
-        self._generators: tuple[int, dict[str, Any]] = (-1, {})
         self._trainable = trainable
         strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
         self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
@@ -230,8 +229,6 @@ class TrainingLoop:
 
     def _compute(self, step: int) -> Generator[Step, None, Event]:
         """Let the script compute a step. In a model that is split, workers need each other to begin and to finish."""
-        if self._pauses and self._generators[0] != step:  # for the case that the script of a worker has left the loop
-            self._generators = step, generator_states()
         try:
             attempt = self._begin(step)
         except (PeerFailed, StoreLost) as error:
@@ -342,7 +339,7 @@ class TrainingLoop:
                 self._status.flags |= Note.STOP
                 if self._job.is_lead:
                     self._log.warn(said.leaver_line())
-            set_generator_states(self._generators[1])  # as at the worker that has left
+                seed_slice(self._position.plan.seed, step - 1, -1)  # as after the last step, at all workers alike
             return LoopLeft()
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
