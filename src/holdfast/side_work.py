@@ -36,9 +36,10 @@ def run_aside(what: str, work: Callable[[], _Result], otherwise: _Result) -> _Re
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, which may be closed, or a file on a full disk."""
+    """Write a line to stderr, after all that the script has printed; it may be closed, or a file on a full disk."""
 
     def write() -> None:
+        sys.stdout.flush()
         sys.stderr.write(f"holdfast: {line}\n")
         sys.stderr.flush()
 

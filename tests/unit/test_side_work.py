@@ -18,7 +18,6 @@ import torch
 from holdfast import side_work
 from holdfast.checkpoint import CheckpointStore, steps, take
 from holdfast.checkpoint.writer import CheckpointWriter
-from holdfast.comm import start_wait
 from holdfast.comm.surviving import SurvivingGroup
 from holdfast.config import Settings
 from holdfast.distributed import comm_thread
@@ -104,8 +103,8 @@ def start_beside(tmp_path, monkeypatch):
 
 def say_that_it_begins(tmp_path, monkeypatch):
     """A process that says something at its start, with nowhere to write it: it starts."""
-    monkeypatch.setattr(start_wait, "_write", raises)
-    start_wait.say("holdfast: 2 processes of srun have joined\n")
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=raises, flush=raises))
+    side_work.say("2 processes of srun have joined")
 
 
 def report_deaths(tmp_path, monkeypatch):

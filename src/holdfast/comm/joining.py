@@ -37,10 +37,11 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
-from holdfast.comm.start_wait import LIMIT_S, LONGEST_NAP_S, USUAL, StartLimit, StartWait, named, say
+from holdfast.comm.start_wait import LIMIT_S, LONGEST_NAP_S, USUAL, StartLimit, StartWait, named
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
+from holdfast.side_work import say
 
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
@@ -212,7 +213,7 @@ class JoinedGroup:
         self._prepare_host()
         if group.rank:
             place.set(self._key(f"here/{group.rank}"), "-" if group.is_local else _route_to(group.host))
-            wait.restart(wait.limit.limit_s + _CONNECT_S)  # rank 0, which says who is missing, may have begun later
+            wait.restart(wait.limit.limit_s + _CONNECT_S)  # rank 0, which names the missing ranks, may have begun later
             published = self._read("present", says=False)
         else:
             published = self._present().encode()
@@ -343,7 +344,7 @@ class JoinedGroup:
         if len(begins) < group.size and group.rank == begins[0]:
             others = sorted(set(range(group.size)).difference(begins))
             then = f"training begins with {named(begins)} (HOLDFAST_MIN_WORKERS={self._wait.limit.least})"
-            say(f"holdfast: {named(others)} did not join in time; {then}\n")
+            say(f"{named(others)} did not join in time; {then}")
 
     # -- fail-stop
 
@@ -370,7 +371,7 @@ class JoinedGroup:
 
     def _end(self, why: str) -> None:
         after = f", for {self.group.launcher} to restart all" if self.group.restarts_all else ""
-        say(f"holdfast: rank {self.group.rank} ends: {why}{after}\n")
+        say(f"rank {self.group.rank} ends: {why}{after}")
         if self._hub is not None:
             time.sleep(_LET_OTHERS_HEAR_S)
         os._exit(1)

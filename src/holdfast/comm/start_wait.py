@@ -6,7 +6,6 @@ ends, or begins without those that are missing.
 
 from __future__ import annotations
 
-import functools
 import socket
 import sys
 import time
@@ -17,7 +16,7 @@ from types import TracebackType
 from holdfast.comm.launchers import LaunchedGroup
 from holdfast.errors import StoreLost
 from holdfast.phases import Phase
-from holdfast.side_work import run_aside
+from holdfast.side_work import say
 
 LIMIT_S = Phase.JOINING.value.fixed_s
 """How long processes wait for each other at the start, unless ``HOLDFAST_START_TIMEOUT_S`` is set."""
@@ -97,7 +96,7 @@ class StartWait:
             if self._limit_s == self.limit.limit_s > 0
             else ""
         )
-        return f"holdfast: for {waited_s:.0f} s rank {self._group.rank} waits for {awaited}{self._whose}{limit}\n"
+        return f"for {waited_s:.0f} s rank {self._group.rank} waits for {awaited}{self._whose}{limit}"
 
     @property
     def _whose(self) -> str:
@@ -152,24 +151,13 @@ def named(ranks: Sequence[int]) -> str:
     return f"ranks {first} and {rest} more" if rest > 0 else f"ranks {first}"
 
 
-def say(line: str) -> None:
-    """Write a line to stderr, after all that the script has printed, if that is possible."""
-    run_aside("writing to stderr", functools.partial(_write, line), None)
-
-
-def _write(line: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(line)
-    sys.stderr.flush()
-
-
 def _end_with_one_line(error: NotStarted, rank: int) -> None:
     """Let Python show ``error`` in one line if nothing catches it: its traceback says nothing of the script."""
     show = sys.excepthook
 
     def on_exception(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
         if raised is error:
-            say(f"holdfast: rank {rank} ends: {error}\n")
+            say(f"rank {rank} ends: {error}")
         else:
             show(kind, raised, traceback)
 

@@ -25,9 +25,10 @@ import time
 
 from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
-from holdfast.comm.start_wait import USUAL, StartLimit, say
+from holdfast.comm.start_wait import USUAL, StartLimit
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub
+from holdfast.side_work import say
 
 _HUBS = 3
 _END_S = 10.0
@@ -164,7 +165,7 @@ class SurvivingGroup(JoinedGroup):
         left = [other for other in self.ranks if other not in self._dead]
         if left[0] == self.group.rank:
             ranks = ", ".join(map(str, left))
-            say(f"holdfast: rank {rank} has died; the others continue: {ranks}\n")
+            say(f"rank {rank} has died; the others continue: {ranks}")
 
     # -- the end
 

@@ -1,7 +1,7 @@
 """Detects the caller of a collective: the script, a framework, or which part of ``DistributedDataParallel``.
 
-torch does not pass this to a process group. The result of a collective of DDP's reducer need not be copied, and who
-calls decides whether a collective is retried over the survivors of a failure: see :mod:`~holdfast.distributed.parts`.
+torch does not pass this to a process group. The result of a collective of DDP's reducer need not be copied, and
+the caller decides whether a collective is retried over the survivors of a failure: see :mod:`~holdfast.distributed.parts`.
 """
 
 from __future__ import annotations

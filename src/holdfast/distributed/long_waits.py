@@ -1,4 +1,4 @@
-"""Publishes a collective in which this rank has waited for some seconds, so that the launcher can see who never calls it."""
+"""Publishes a collective in which this rank has waited for some seconds, so that the launcher sees which rank never calls it."""
 
 from __future__ import annotations
 

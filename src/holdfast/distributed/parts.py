@@ -153,7 +153,7 @@ class Evidence:
             self._parts = _MIXED
 
     def _is_loss(self, tensor: torch.Tensor, dims: int) -> bool:
-        """Return whether a tensor with gradients is a loss that nobody has detached: replicas have no partial losses."""
+        """Return whether a tensor with gradients is a loss that the script has not detached: replicas have no partial losses."""
         return self.replicates and (tensor.numel() == 1 or tensor.dim() <= dims)
 
 

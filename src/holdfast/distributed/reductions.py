@@ -131,7 +131,7 @@ class ReduceCollectives(SparseCollectives):
         return placed
 
     def _mean(self, kind: Any, span: SlotSpan, *, rescales: bool) -> MeanDivisor | None:
-        """Return the divisor: who divides a sum by the initial size of the group, must get a mean over the survivors."""
+        """Return the divisor: a sum that is divided by the initial size of the group must become a mean over the survivors."""
         alive, first = len(self._members.alive), len(self._members.ranks)
         if kind is ReduceOp.AVG:
             return MeanDivisor(alive, span.length)

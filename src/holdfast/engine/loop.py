@@ -217,7 +217,7 @@ class TrainingLoop:
     def leave_here(self) -> None:
         """Make the last committed step the last one of this loop: the script has left it.
 
-        This worker still takes part in the next step, with nothing to add, and votes that it has left: nobody commits
+        This worker still takes part in the next step, with nothing to add, and votes that it has left: no worker commits
         that step, and all workers end the loop, also those whose scripts have not left it.
         """
         self._has_left = True
@@ -461,7 +461,7 @@ class TrainingLoop:
         job, trainable = self._job, self._trainable
         if self._executor.batch is not None:
             stops = self._status.flags & Note.STOP
-            self._acts.discard()  # a step that nobody committed, because workers have left the loop
+            self._acts.discard()  # a step that was not committed, because workers have left the loop
             self._status.flags |= stops  # some have: training ends for all
         trainable.leave()
         if self._status.outcome == "left":

@@ -34,9 +34,11 @@ def _say(when: str, does: str, then: str) -> None:
         return
     knows_all = running and env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
     missing = sorted(set(range(size)) - running) if knows_all else []
-    who = "processes that have not called MPI_Init" if not missing else ", ".join(f"rank {rank}" for rank in missing)
+    awaited = (
+        "processes that have not called MPI_Init" if not missing else ", ".join(f"rank {rank}" for rank in missing)
+    )
     dead = ", which no longer run" if len(missing) > 1 else ", which no longer runs" if missing else ""
-    sys.stderr.write(f"holdfast: {when} rank {rank} {does} {who} of {size} processes of mpirun{dead}; {then}\n")
+    sys.stderr.write(f"holdfast: {when} rank {rank} {does} {awaited} of {size} processes of mpirun{dead}; {then}\n")
     sys.stderr.flush()
 
 

@@ -27,10 +27,10 @@ def hash_seed(settings: Settings) -> str:
 
 def hash_seed_line(settings: Settings) -> str:
     """Return a line that says that the checkpoint's seed is used and not another one of the environment; or ""."""
-    kept, given = _of_checkpoint(settings), _of_environment()
-    if not kept or given in ("", kept):
+    kept, own = _of_checkpoint(settings), _of_environment()
+    if not kept or own in ("", kept):
         return ""
-    return f"{HASH_SEED} is {kept} as when the checkpoint was made, and not {given} as in the environment"
+    return f"{HASH_SEED} is {kept} as when the checkpoint was made, and not {own} as in the environment"
 
 
 def _of_environment() -> str:

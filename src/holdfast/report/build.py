@@ -214,7 +214,7 @@ def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
 
 
 def _unnoticed_s(failure: LostWorker, history: History) -> float | None:
-    """Return the seconds to the detection of a failure that nobody injected: from the worker's end, if that is known.
+    """Return the seconds to the detection of a failure that was not injected: from the worker's end, if that is known.
 
     Otherwise, as for a lost node, they count from the last committed step: the worker has died since.
     """

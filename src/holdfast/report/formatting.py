@@ -342,7 +342,7 @@ def _went_on(report: Mapping[str, Any]) -> str:
 
 
 def noticed_late_s(report: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return how long failures that nobody injected were not noticed; None if it took no longer than steps do."""
+    """Return how long failures that were not injected went unnoticed; None if it took no longer than steps do."""
     longest_s = max(float(failure.get("unnoticed_s") or 0.0) for failure in group)
     step_s = (report.get("step_s") or {}).get("p50") or 0.0
     return longest_s if longest_s > max(_LATE_S, _LATE_STEPS * step_s) else None

@@ -10,10 +10,11 @@ import os
 from typing import TYPE_CHECKING
 
 from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
-from holdfast.comm.start_wait import StartLimit, named, say
+from holdfast.comm.start_wait import StartLimit, named
 from holdfast.config import Settings
 from holdfast.options import is_set
 from holdfast.records.types import Finished, Record, Recovered, RunStarted
+from holdfast.side_work import say
 
 if TYPE_CHECKING:
     from holdfast.comm.joining import JoinedGroup, SoleProcess
@@ -61,7 +62,7 @@ def join_launched(settings: Settings) -> tuple[Settings, JoinedGroup | SoleProce
     settings = dataclasses.replace(settings, store=joined.url, token=joined.token, resume=resumes)
     settings = _without_missing(settings, joined)
     if group.rank == 0:
-        say(f"holdfast: {_announcement(joined, settings)}\n")
+        say(_announcement(joined, settings))
     return settings, joined
 
 
@@ -139,7 +140,7 @@ class LaunchReport:
         if isinstance(record, RunStarted):
             self._joined.note_begun()
             if record.step:
-                say(f"holdfast: training resumes at step {record.step}\n")
+                say(f"training resumes at step {record.step}")
         elif isinstance(record, Finished) and not self._is_told:
             self._is_told = True
-            say(f"holdfast: {record.outcome} before step {record.step}, sha256 {record.sha256}\n")
+            say(f"{record.outcome} before step {record.step}, sha256 {record.sha256}")

@@ -98,7 +98,7 @@ class StateRestorer:
         self._position.align(in_tree=order.startswith("tree"))
 
     def _read_samples(self) -> None:
-        if len(self._job.comm.processes) > 1:  # one process has nobody to compare them with
+        if len(self._job.comm.processes) > 1:  # one process has no other to compare them with
             self._position.read_samples()
 
     def _compare_data(self) -> None:

@@ -99,7 +99,7 @@ class WriterDeclared(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeadLost(Record):
-    """Rank 0 of ``torch.distributed`` is lost, no newcomer may take its seat, and the script has not asked who leads.
+    """Rank 0 of ``torch.distributed`` is lost, no newcomer may take its seat, and the script has not asked whether this worker leads.
 
     Written by the lowest survivor: what the script does under ``rank == 0`` no longer happens.
     """
