@@ -2,10 +2,15 @@
 
 Tests of a folder take about as long as those of it that are done; of a folder that has not begun, as long as they
 usually do. The percentage that pytest prints counts tests, of which the long ones come first.
+
+A test that fails is named at once, with the last line of its reason: a run that is ended from outside has said it. A run
+in which no test has ended for ``SILENT_S`` ends by itself, and names the tests that were running.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import PurePosixPath
@@ -13,6 +18,8 @@ from pathlib import PurePosixPath
 import pytest
 
 EVERY_S = 30.0
+SILENT_S = 600.0
+"""No test takes so long: each has a limit of its own, and pytest-timeout ends it."""
 USUAL_S = {"chaos": 5.0, "gpu": 5.0, "contract": 1.0, "cli": 3.0, "integrations": 2.0, "property": 1.0, "model": 1.0}
 """Seconds that a test usually takes, by folder below ``tests/``."""
 OTHERS_S = 0.2
@@ -62,6 +69,13 @@ def folder_of(nodeid: str) -> str:
     return parts[1] if len(parts) > 2 and parts[0] == "tests" else ""
 
 
+def reason_of(report) -> str:
+    """Return ``": <the last line of what went wrong>"``, short, or nothing where pytest knows none."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = (crash.message if crash else str(report.longrepr or "")).strip()
+    return f": {text.splitlines()[0 if crash else -1][:200]}" if text else ""
+
+
 class TimeLeftLines:
     """The plugin: it prints the lines, in the process that the terminal belongs to."""
 
@@ -71,6 +85,29 @@ class TimeLeftLines:
         self._nodes: list[str] | None = None
         self._begun_s = time.monotonic()
         self._due_s = self._begun_s + EVERY_S
+        self._running: dict[str, float] = {}
+        self._last_end_s = self._begun_s
+        self._over = threading.Event()
+
+    def pytest_sessionstart(self) -> None:
+        """Watch for silence: a process of pytest-xdist that died may leave the others waiting for good."""
+        threading.Thread(target=self._watch, name="tests-silence", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(5.0):
+            if time.monotonic() - self._last_end_s > SILENT_S:
+                running = ", ".join(sorted(self._running))
+                print(
+                    f"\nno test has ended for {SILENT_S:g} s, the run ends here; still running: {running or 'none'}",
+                    flush=True,
+                )
+                os._exit(1)  # the main thread may be the one that waits
+
+    def pytest_sessionfinish(self) -> None:
+        self._over.set()
+
+    def pytest_runtest_logstart(self, nodeid) -> None:
+        self._running[nodeid] = time.monotonic()
 
     def pytest_collection_finish(self, session) -> None:
         """Without pytest-xdist, this process has the tests."""
@@ -93,11 +130,17 @@ class TimeLeftLines:
     def pytest_runtest_logreport(self, report) -> None:
         """Take a part of a test, and print a line if it is time to."""
         self._took_s[report.nodeid] += report.duration
-        self._state.failed += report.failed
+        if report.failed:
+            self._state.failed += 1
+            self._reporter.ensure_newline()
+            self._reporter.write_line(f"failed: {report.nodeid}{reason_of(report)}")
+        if report.when == "???":  # pytest-xdist: the process died with it
+            self._running.pop(report.nodeid, None)
         if report.when != "teardown":
             return
         self._state.finish(report.nodeid, self._took_s.pop(report.nodeid))
-        now_s = time.monotonic()
+        self._running.pop(report.nodeid, None)
+        now_s = self._last_end_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + EVERY_S
             self._reporter.ensure_newline()

@@ -1,5 +1,8 @@
 """What a long run of the tests says of its progress."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,9 +53,33 @@ def test_a_line_comes_every_half_minute_and_counts_each_test_once(monkeypatch):
     for number in range(130):
         for when in ("setup", "call", "teardown"):
             failed = number == 7 and when == "call"
-            report = SimpleNamespace(nodeid=UNIT[number], when=when, duration=0.1, failed=failed)
+            longrepr = "first\nE   assert 1 == 2" if failed else None
+            report = SimpleNamespace(nodeid=UNIT[number], when=when, duration=0.1, failed=failed, longrepr=longrepr)
             plugin.pytest_runtest_logreport(report)
         clock.now_s += 0.5
 
+    assert lines.pop(0) == f"failed: {UNIT[7]}: E   assert 1 == 2"
     assert [line.partition(" tests")[0] for line in lines] == ["61 of 1,000", "121 of 1,000"]
     assert all(", 1 failed, about " in line for line in lines)
+
+
+def test_a_run_without_an_end_of_a_test_ends_itself_and_names_what_runs(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        f"import sys; sys.path.insert(0, {str(Path(time_left.__file__).parent)!r})\n"
+        "import time_left; time_left.SILENT_S = 1.0\n"
+        "def pytest_configure(config):\n"
+        "    reporter = config.pluginmanager.getplugin('terminalreporter')\n"
+        "    config.pluginmanager.register(time_left.TimeLeftLines(reporter))\n"
+    )
+    (tmp_path / "test_hang.py").write_text("import time\ndef test_hang(): time.sleep(120)\n")
+
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert run.returncode == 1
+    assert "no test has ended for 1 s, the run ends here; still running: test_hang.py::test_hang" in run.stdout
