@@ -88,6 +88,7 @@ class TimeLeftLines:
         self._running: dict[str, float] = {}
         self._last_end_s = self._begun_s
         self._over = threading.Event()
+        self._stdout = os.dup(1)  # while a test runs, pytest has put a file in the place of the terminal
 
     def pytest_sessionstart(self) -> None:
         """Watch for silence: a process of pytest-xdist that died may leave the others waiting for good."""
@@ -97,10 +98,10 @@ class TimeLeftLines:
         while not self._over.wait(5.0):
             if time.monotonic() - self._last_end_s > SILENT_S:
                 running = ", ".join(sorted(self._running))
-                print(
-                    f"\nno test has ended for {SILENT_S:g} s, the run ends here; still running: {running or 'none'}",
-                    flush=True,
+                text = (
+                    f"\nno test has ended for {SILENT_S:g} s, the run ends here; still running: {running or 'none'}\n"
                 )
+                os.write(self._stdout, text.encode())
                 os._exit(1)  # the main thread may be the one that waits
 
     def pytest_sessionfinish(self) -> None:
