@@ -115,7 +115,7 @@ def test_exit_handlers_that_do_not_end_are_left(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
 def test_a_worker_that_is_stopped_in_its_exit_handlers_is_ended(tmp_path, fabric):
-    report = run(tmp_path, fabric, "1:exit:stop")
+    report = run(tmp_path, fabric, "1:exit:stop", exit_code=1)  # what they were to do is not done
 
     (found,) = fenced(report)
     assert found["rank"] == 1
