@@ -430,6 +430,15 @@ def _no_session_outlives_a_test(monkeypatch):
         monkeypatch.setattr(session, "_sessions", [])
 
 
+@pytest.fixture(autouse=True)
+def _no_exception_hook_outlives_a_test():
+    """One of a worker that outlives its test would end the process of pytest at the next exception that is shown."""
+    hook = sys.excepthook
+    yield
+    left, sys.excepthook = sys.excepthook, hook
+    assert left is hook, f"the test leaves {left} in sys.excepthook"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parent.relative_to(Path(__file__).parent).as_posix()))

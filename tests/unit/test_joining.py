@@ -31,7 +31,7 @@ def group():
 
 @pytest.fixture(autouse=True)
 def excepthook(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
 def within(limit_s, kind=JoinedGroup, **how):
@@ -93,8 +93,7 @@ def test_what_follows_a_wait_is_said(group, leaves_survivors, least, then):
     wait = StartWait(dataclasses.replace(group, leaves_survivors=leaves_survivors), StartLimit(60.0, least))
 
     assert wait._line(10.0, "rank 2") == (
-        "holdfast: for 10 s rank 0 waits for rank 2 of 3 processes of srun; after 60 s (HOLDFAST_START_TIMEOUT_S)"
-        f" {then}\n"
+        f"for 10 s rank 0 waits for rank 2 of 3 processes of srun; after 60 s (HOLDFAST_START_TIMEOUT_S) {then}"
     )
 
 

@@ -91,15 +91,15 @@ def test_a_metric_of_a_script_continues_as_a_mean_and_the_policies_differ(plain)
     )
 
 
-def test_sums_of_ddp_are_not_scaled_and_counts_of_join_are(plain):
+def test_neither_sums_of_ddp_nor_the_counts_of_join_are_scaled(plain):
     assert called_in(DDP, lambda: asked(plain, METRIC)) == Fate(recovers=True)
     assert called_in(DDP, lambda: asked(plain, METRIC, task=3)) == Fate(recovers=True)
-    assert called_in("torch.distributed.algorithms.join", lambda: asked(plain, METRIC)) == CONTINUES
+    assert called_in("torch.distributed.algorithms.join", lambda: asked(plain, METRIC)) == Fate(recovers=True)
     through_api = called_in(
         "torch.distributed.algorithms.join",
         lambda: called_in("torch.distributed.distributed_c10d", lambda: asked(plain, METRIC)),
     )
-    assert through_api == CONTINUES
+    assert through_api == Fate(recovers=True)
 
 
 @pytest.mark.parametrize(

@@ -565,9 +565,9 @@ def test_what_is_to_be_saved_while_homes_are_among_the_dead_is_saved_by_all_when
             self._recovery.now = RecoveryContext(before=self._job.comm.members)
         apply(self, step)
 
-    def note(self):
+    def note(self, **marks):
         saved.append((self._job.step, self._job.checkpoints.is_outdated(self._job.step, -2)))
-        save(self)
+        save(self, **marks)
 
     monkeypatch.setattr(run.TrainingLoop, "_apply", apply_as_one_who_is_behind)
     monkeypatch.setattr(StateRestorer, "save", note)
@@ -575,7 +575,8 @@ def test_what_is_to_be_saved_while_homes_are_among_the_dead_is_saved_by_all_when
 
     train(session)
 
-    assert saved == [(2, False), (4, True), (6, False)], "that of step 4 when it was put off"
+    assert saved[:3] == [(2, False), (4, True), (6, False)], "that of step 4 when it was put off"
+    assert [step for step, _ in saved[3:]] == [6], "that of the end of training"
     assert steps(tmp_path) == [2, 4, 6]
 
 

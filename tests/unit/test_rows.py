@@ -31,7 +31,7 @@ class Worker:
 
     def compute(self, number):
         """Compute a slice: its gradients are random, and one parameter may have none."""
-        self.gradients.begin_slice(number, self.room)
+        self.gradients.begin_slice(number, self.room, is_first=False)
         drawn = torch.Generator().manual_seed(number)
         for i, parameter in enumerate(self.model.parameters()):
             if (number + i) % 5:
@@ -142,7 +142,7 @@ def test_the_bits_are_those_of_one_slice_after_another_whatever_the_script_does_
     def of_worker(rank, plan):
         worker = Worker(plan)
         for number in (n for n in owners if owners[n] == rank):
-            worker.gradients.begin_slice(number, worker.room)
+            worker.gradients.begin_slice(number, worker.room, is_first=False)
             given = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
             (worker.model(given) * 10.0 ** (number % 4)).square().sum().backward()
             first, second, third = worker.model.parameters()

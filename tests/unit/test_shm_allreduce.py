@@ -151,7 +151,7 @@ def compute(replica, memory):
     """Fill ``memory`` with the term of the only slice, which is its own sum."""
     source = torch.Generator().manual_seed(1)
     replica.begin()
-    replica.gradients.begin_slice(0, lambda row: memory)
+    replica.gradients.begin_slice(0, lambda row: memory, is_first=True)
     loss = replica.model(torch.randn(2, 6, generator=source)).square().mean()
     replica.backward(loss, 2, None)
     replica.gradients.end_slice(0, {"loss": loss.detach()}, 2)
@@ -262,10 +262,10 @@ def test_after_a_step_no_parameter_keeps_a_gradient():
 def test_a_gradient_from_elsewhere_is_not_added_to(monkeypatch):
     begin_slice = StepGradients.begin_slice
 
-    def leave_one(self, number, room):
+    def leave_one(self, number, room, **first):
         for parameter in self._buckets.parameters:
             parameter.grad = torch.full_like(parameter, 1e3)
-        begin_slice(self, number, room)
+        begin_slice(self, number, room, **first)
 
     monkeypatch.setattr(StepGradients, "begin_slice", leave_one)
 

@@ -1,5 +1,7 @@
 """How a process waits for memory that other processes write: it reacts soon in a short wait, and sleeps most of a long one."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from holdfast.comm import waiting
@@ -13,7 +15,9 @@ class Clock:
         self.now_s = 0.0
         self.naps = []
         self.looks_s = []
-        monkeypatch.setattr(waiting.time, "sleep", self.sleep)
+        monkeypatch.setattr(
+            waiting, "time", SimpleNamespace(sleep=self.sleep)
+        )  # not the module: other threads sleep, too
 
     def sleep(self, seconds):
         self.now_s += seconds
