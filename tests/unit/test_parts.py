@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from functools import partial
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -26,9 +27,14 @@ def asked(evidence, *tensors, task=-1, policy="fill", spans_job=True, gathers=Fa
     return evidence.fate(CallSite(frame, task), tensors, policy, spans_job=spans_job, gathers=gathers)
 
 
+def function_of(module):
+    """A function of that module, which returns what ``call()`` returns."""
+    return FunctionType((lambda call: call()).__code__, {"__name__": module})
+
+
 def called_in(module, call):
     """What ``call()`` returns where a function of that module has called it."""
-    return FunctionType((lambda call: call()).__code__, {"__name__": module})(call)
+    return function_of(module)(call)
 
 
 class Forward(nn.Module):
@@ -95,11 +101,9 @@ def test_neither_sums_of_ddp_nor_the_counts_of_join_are_scaled(plain):
     assert called_in(DDP, lambda: asked(plain, METRIC)) == Fate(recovers=True)
     assert called_in(DDP, lambda: asked(plain, METRIC, task=3)) == Fate(recovers=True)
     assert called_in("torch.distributed.algorithms.join", lambda: asked(plain, METRIC)) == Fate(recovers=True)
-    through_api = called_in(
-        "torch.distributed.algorithms.join",
-        lambda: called_in("torch.distributed.distributed_c10d", lambda: asked(plain, METRIC)),
-    )
-    assert through_api == Fate(recovers=True)
+    through_api = partial(function_of("torch.distributed.distributed_c10d"), lambda: asked(plain, METRIC))
+    assert called_in("torch.distributed.algorithms.join", through_api) == Fate(recovers=True)
+    assert called_in("train", through_api) == CONTINUES
 
 
 @pytest.mark.parametrize(
