@@ -81,7 +81,7 @@ class Training:
             make_optimizer(name, self._model),
             comm=comm,
             guard=options.guard,
-            update="lazy" if variant == "lazy" else "eager",
+            overlap_optimizer=variant != "lazy",
             bucket_bytes=bucket_bytes(options.bucket_mib),
         )
         self._copies = variant != "no copy"

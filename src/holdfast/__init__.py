@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast import _moved
 from holdfast._lazy import lazy
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ __all__ = [
 ]
 
 
-_moved.install()
-__getattr__ = lazy(__name__, _WHERE, {})
+__getattr__ = lazy(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -141,14 +141,12 @@ class Settings:
         group="Mini-batches and gradient reduction",
         choices=setting_choices.RESCALES,
     )
-    update: str = option(
-        "lazy",
+    overlap_optimizer: bool = option(
+        False,
         help="Overlap the optimizer with the all-reduce, instead of running it after the commit vote.",
         manual="run the optimizer bucket by bucket, each as soon as it is reduced, overlapped with the remaining all-reduces, with an undo copy until the commit vote. The bits are the same: [architecture.md](../explanation/architecture.md#the-rules-and-why)",
         usual="off",
         group="Mini-batches and gradient reduction",
-        switch="--overlap-optimizer",
-        choices=setting_choices.UPDATES,
     )
     guard: str = option(
         "stop",
@@ -165,14 +163,13 @@ class Settings:
         usual="off",
         group="Verification and silent data corruption",
     )
-    kinds: str = option(
-        "same",
+    require_same_platform: bool = option(
+        True,
         help="Accept workers on any platform; by default one that computes different bits is refused.",
         manual="accept workers on any platform, and report what is no longer guaranteed. By default, where results are bit-identical, a worker whose CPU, thread count or torch computes different bits is refused: [mixed-platforms.md](../how-to/mixed-platforms.md)",
         usual="off",
         group="Verification and silent data corruption",
-        switch="--no-require-same-platform",
-        choices=setting_choices.KINDS,
+        flags=("--no-require-same-platform",),
     )
     certificate: bool = option(
         True,

@@ -49,7 +49,6 @@ class Option:
         group: One of :data:`GROUPS`.
         is_basic: Whether ``--help`` lists the option. ``--help-all`` lists every option.
         flags: Names, as click expects them; empty for ``--`` and the field name without its unit.
-        switch: Flag that selects the second of two choices; the field's own flag still takes a value, but is not listed.
         metavar: Placeholder of the value; "" for the choices, or for one derived from the field's name or type.
         kind: Type of the value on the command line, if it is not that of the default.
         choices: All allowed values; empty if any value is allowed.
@@ -68,7 +67,6 @@ class Option:
     group: str = ""
     is_basic: bool = False
     flags: tuple[str, ...] = ()
-    switch: str = ""
     metavar: str = ""
     kind: Any = None
     choices: tuple[str, ...] = ()
@@ -92,8 +90,7 @@ class DeclaredOption:
     @property
     def flags(self) -> tuple[str, ...]:
         """Names, as click expects them, such as ``--workers`` and ``-n``."""
-        listed = (self.option.switch,) if self.option.switch else self.option.flags
-        return listed or ("--" + self.name.removesuffix("_s").replace("_", "-"),)
+        return self.option.flags or ("--" + self.name.removesuffix("_s").replace("_", "-"),)
 
     @property
     def flag(self) -> str:
@@ -109,9 +106,7 @@ class DeclaredOption:
     def metavar(self) -> str:
         """Placeholder of the value in ``--help``."""
         derived = "SECONDS" if self.name.endswith("_s") else "DIR" if self.kind is Path else ""
-        return (
-            "" if self.option.switch else self.option.metavar or "|".join(filter(None, self.option.choices)) or derived
-        )
+        return self.option.metavar or "|".join(filter(None, self.option.choices)) or derived
 
     @property
     def manual(self) -> str:
@@ -130,12 +125,7 @@ class DeclaredOption:
     @property
     def kind(self) -> Any:
         """Type of the value on the command line."""
-        return bool if self.option.switch else self.option.kind or type(self.default)
-
-    @property
-    def switched(self) -> Any:
-        """Value of the field if its switch is given."""
-        return self.option.choices[1] if self.option.switch else not self.default
+        return self.option.kind or type(self.default)
 
 
 def option(default: Any, **how: Any) -> Any:

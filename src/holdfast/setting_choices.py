@@ -24,8 +24,6 @@ OVERLAPS = ("auto", "on", "off")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
-UPDATES = ("lazy", "eager")
 GUARDS = ("stop", "warn", "heal", "off")
-KINDS = ("same", "any")
 
 POLICIES = ("ignore", "warn", "rebalance", "replace")

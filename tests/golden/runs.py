@@ -46,7 +46,7 @@ def read(job, here):
     if job.exact_events:
         found["recovered"] = recovered_of(events)
         found["report"] = {
-            name: report[name] for name in ("guard", "checkpoints", "restored", "eager") if name in report
+            name: report[name] for name in ("guard", "checkpoints", "restored", "optimizer_overlap") if name in report
         }
         found["report"] = drop_times(found["report"])
     if job.is_example:

@@ -37,7 +37,7 @@ BAD = {
     "plan of words": ("plan", "--workers", 4, "--mtbf", "soon"),
     "scale nothing": ("scale", 2, "--job", 1),
 }  # fmt: skip
-FREE = ("metrics", "tensors", "orders", "times_s", "kind")
+FREE = ("metrics", "tensors", "orders", "times_s", "platform")
 """Fields whose keys are names of the script's, or whatever came up."""
 
 

@@ -47,7 +47,7 @@ def draw(seed):
     if strategy == "partial" and rng.random() < 0.6:
         given |= {"mirror_every": 4, "mirror_fraction": rng.choice((0.5, 1.0)), "mirror": 1}
     if kind == "whole" and strategy != "forward" and rng.random() < 0.3:
-        given["update"] = "eager"
+        given["overlap_optimizer"] = True
     phases = PHASES if kind == "whole" else PHASES + OF_SPLIT
     faults = [_kill(rng, rank, phases) for rank in rng.sample(range(workers + spares), rng.randint(1, workers - 1))]
     if kind == "whole" and strategy != "forward" and rng.random() < 0.3:

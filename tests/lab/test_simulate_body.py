@@ -226,19 +226,19 @@ UPDATING = replace(COSTS, update_s=1.2, copy_s=0.3, undo_s=0.9)
 
 
 @pytest.mark.parametrize(
-    ("update", "costs", "exposed_s"),
+    ("overlap", "costs", "exposed_s"),
     [
-        ("lazy", UPDATING, 1.2),
-        ("eager", UPDATING, 0.5),  # of the last bucket: the others are updated beside sums
+        (False, UPDATING, 1.2),
+        (True, UPDATING, 0.5),  # of the last bucket: the others are updated beside sums
         (
-            "eager",
+            True,
             replace(UPDATING, update_s=6, copy_s=0),
             4,
         ),  # from the first sum on, 2 s each: two of the 6 lie beside sums
     ],
 )
-def test_an_eager_update_is_waited_for_as_far_as_it_is_not_hidden_beside_sums(update, costs, exposed_s):
-    scenario = scripted(update=update, costs=costs, buckets=3)
+def test_an_eager_update_is_waited_for_as_far_as_it_is_not_hidden_beside_sums(overlap, costs, exposed_s):
+    scenario = scripted(overlap_optimizer=overlap, costs=costs, buckets=3)
 
     outcome = run(scenario)
 
@@ -250,30 +250,30 @@ def test_an_eager_update_is_waited_for_as_far_as_it_is_not_hidden_beside_sums(up
 
 
 @pytest.mark.parametrize(
-    ("update", "strategy", "into_s", "lost", "undone"),
+    ("overlap", "strategy", "into_s", "lost", "undone"),
     [
-        ("eager", "rollback", 8.2, 8.2, 2 / 3),  # two of three sums are in
-        ("eager", "rollback", 3, 6, 0),
-        ("eager", "rollback", 9.2, 9.5, 1),  # all wait for the last update, and miss somebody in the closing sum
-        ("eager", "forward", 8.2, 0, 0),
-        ("eager", "forward", 9.2, 0, 0),  # the closing sum is all that is left
-        ("eager", "restart", 8.2, 10.5 * 2 + 8.2, 0),  # a checkpoint goes over it
-        ("lazy", "rollback", 8.2, 8.2, 0),
-        ("lazy", "rollback", 10.6, 6, 0),  # the step is closed: somebody is missed in the first sum of the next one
-        ("lazy", "forward", 10.6, 0, 0),
+        (True, "rollback", 8.2, 8.2, 2 / 3),  # two of three sums are in
+        (True, "rollback", 3, 6, 0),
+        (True, "rollback", 9.2, 9.5, 1),  # all wait for the last update, and miss somebody in the closing sum
+        (True, "forward", 8.2, 0, 0),
+        (True, "forward", 9.2, 0, 0),  # the closing sum is all that is left
+        (True, "restart", 8.2, 10.5 * 2 + 8.2, 0),  # a checkpoint goes over it
+        (False, "rollback", 8.2, 8.2, 0),
+        (False, "rollback", 10.6, 6, 0),  # the step is closed: somebody is missed in the first sum of the next one
+        (False, "forward", 10.6, 0, 0),
     ],
 )
-def test_updates_are_taken_back_where_there_are_any(update, strategy, into_s, lost, undone):
-    step_s = 10.5 if update == "eager" else 11.2
+def test_updates_are_taken_back_where_there_are_any(overlap, strategy, into_s, lost, undone):
+    step_s = 10.5 if overlap else 11.2
     at = 12 * step_s + 5 + into_s
 
-    outcome = run(scripted((0, at, at), update=update, strategy=strategy, costs=UPDATING, buckets=3))
+    outcome = run(scripted((0, at, at), overlap_optimizer=overlap, strategy=strategy, costs=UPDATING, buckets=3))
 
     expected = {"detect": 1, "regroup": 2 + 0.9 * undone, "lost": lost, "load": 30 * (strategy == "restart")}
     parts, total_s = spent(outcome)
     assert parts == pytest.approx({part: value for part, value in expected.items() if value})
     # What is gone on with begins anew with the sum that failed, and 0.2 s of that were over.
-    again_s = 0.2 if (update, strategy, into_s) == ("eager", "forward", 8.2) else 0
+    again_s = 0.2 if (overlap, strategy, into_s) == (True, "forward", 8.2) else 0
     assert total_s == pytest.approx(20 * step_s + 5 + sum(parts.values()) + again_s)
 
 
@@ -282,7 +282,9 @@ def test_updates_that_something_was_loaded_over_are_not_taken_back():
     deaths = ((0, 139.2, 139.2), (1, 180, 180), (2, 215, 215))
 
     outcome = run(
-        scripted(*deaths, update="eager", strategy="reinit", costs=UPDATING, buckets=3, min_workers=4, horizon_s=400)
+        scripted(
+            *deaths, overlap_optimizer=True, strategy="reinit", costs=UPDATING, buckets=3, min_workers=4, horizon_s=400
+        )
     )
 
     assert (outcome.parts_ns["regroup"], outcome.decisions[0][2]["DiscardStep"]) == (6e9, 1)
@@ -300,10 +302,9 @@ def test_who_dies_after_the_last_closing_sum_is_not_missed():
     ("wrong", "says"),
     [
         (lambda: SimulatedJob(strategy="hope", steps=1), "strategy must be one of rollback, forward"),
-        (lambda: SimulatedJob(steps=1, update="soon"), "update must be one of lazy, eager, got 'soon'"),
         (
-            lambda: SimulatedJob(steps=1, update="eager", model="split"),
-            "update eager needs a replicated model, got model split",
+            lambda: SimulatedJob(steps=1, overlap_optimizer=True, model="split"),
+            "overlap_optimizer needs a replicated model, got model split",
         ),
         (lambda: SimulatedJob(), "a job needs steps, horizon_s, or both"),
         (lambda: SimulatedJob(steps=0), "steps must be at least 1 and at most 1e\\+11, got 0"),

@@ -36,7 +36,7 @@ FAILURE = {
 }
 REPORT = {"workers": {"started": 3}, "steps": 100, "step_s": {"p50": 0.2}, "failures": [FAILURE]}
 # 100 steps of 5 buckets, and 2 buckets of a step that was taken back.
-WORKER = {"event": "UpdatedEagerly", "t_s": 30.0, "rank": 0, "step": 100, "steps": 100, "buckets": 502, "undone": 2,
+WORKER = {"event": "OptimizerOverlapped", "t_s": 30.0, "rank": 0, "step": 100, "steps": 100, "buckets": 502, "undone": 2,
           "copy_bytes": 4096, "copy_s": 0.502, "update_s": 1.004, "waited_s": 0.3, "undo_s": 0.004}  # fmt: skip
 
 

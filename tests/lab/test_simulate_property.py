@@ -25,7 +25,7 @@ from holdfast_lab.simulate import (
     monte_carlo,
     simulate,
 )
-from holdfast_lab.simulate.job import MODELS, STRATEGIES, UPDATES
+from holdfast_lab.simulate.job import MODELS, STRATEGIES
 from holdfast_lab.simulate.outcome import COUNTS
 from holdfast_lab.simulate.reading import OutageSpan
 
@@ -108,9 +108,11 @@ def scenarios(draw):
     cluster, job = draw(clusters), draw(jobs)
     least = draw(st.integers(1, cluster.total))
     start = draw(st.none() | st.integers(least, cluster.total))
-    update = draw(some(*UPDATES)) if job.model == "replicated" else "lazy"
+    overlap = job.model == "replicated" and draw(st.booleans())
     failures = draw(st.lists(sources, max_size=2).map(lambda many: Failures(tuple(many))) | traces)
-    return Scenario(cluster, replace(job, min_workers=least, start_workers=start, update=update), draw(costs), failures)
+    return Scenario(
+        cluster, replace(job, min_workers=least, start_workers=start, overlap_optimizer=overlap), draw(costs), failures
+    )
 
 
 def agree(scenario, seed, repetitions=2):

@@ -59,7 +59,7 @@ def test_any_deaths_give_the_bits_of_the_undisturbed_run(seed, case, strategy):
 
 SETTINGS = {
     "checksums": {"guard_sums": True},
-    "overlapped-optimizer": {"update": "eager"},
+    "overlapped-optimizer": {"overlap_optimizer": True},
     "tree": {"order": "tree"},
     "messages": {"shared_bytes": 0},
     "forward": {"faults": plan(KILL), "strategy": "forward"},

@@ -10,13 +10,13 @@ import re
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import holdfast
-from holdfast._moved import MOVED
 
 SOURCE = Path(__file__).parents[2] / "src"
 RUNTIME, LAB = "holdfast", "holdfast_lab"
@@ -46,7 +46,6 @@ MAY_IMPORT = {
     "registered": {"errors"},
     "device_errors": {"errors"},
     "_lazy": set(),
-    "_moved": set(),
     "on_import": set(),
     "notice": set(),
     "system_errors": set(),
@@ -55,7 +54,6 @@ MAY_IMPORT = {
     "side_work": set(),
     "phases": set(),
     "torch_private": set(),
-    "events": {"records", "recovery.messages"},
     "clock": {"errors"},
     "options": {"errors"},
     "orders": set(),
@@ -95,7 +93,6 @@ MAY_IMPORT = {
         "phases",
         "integrations.discovery",
         "on_import",
-        "events",
         "clock",
         "notice",
         "options",
@@ -208,7 +205,6 @@ WITHOUT_TORCH = (
     "device_errors",
     "registered",
     "notice",
-    "events",
     "clock",
     "checkpoint.interval",
     "temporary",
@@ -468,7 +464,7 @@ def test_importing_the_package_loads_nothing_heavy_and_starts_nothing():
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
-    assert done.stdout.strip() == "['holdfast._lazy', 'holdfast._moved'] 1"
+    assert done.stdout.strip() == "['holdfast._lazy'] 1"
 
 
 def is_elsewhere(name):
@@ -513,17 +509,7 @@ def test_a_name_that_is_not_there_is_refused_by_name():
         holdfast.Sesion  # noqa: B018
 
 
-@pytest.mark.parametrize(("old", "new"), sorted(MOVED.items()))
-def test_an_old_module_name_answers(old, new):
-    assert importlib.import_module(old) is importlib.import_module(new)
-
-
-def test_old_module_names_hide_nothing_that_is_not_there():
-    with pytest.raises(ModuleNotFoundError, match="nothing"):
-        importlib.import_module("holdfast.dist.nothing")
-
-
-@pytest.mark.parametrize("first", ["holdfast.distributed", "holdfast.dist", "torch", "holdfast"])
+@pytest.mark.parametrize("first", ["holdfast.distributed", "torch", "holdfast"])
 def test_the_backend_may_be_imported_before_torch(first):
     code = f"import {first}, torch.distributed as dist; print('holdfast' in dist.Backend.backend_list)"
 
@@ -532,10 +518,12 @@ def test_the_backend_may_be_imported_before_torch(first):
     assert (done.stdout.strip(), done.stderr) == ("True", "")
 
 
-def test_the_old_place_of_records_and_messages_answers():
-    from holdfast import events
-    from holdfast.records import encoding, types
-    from holdfast.recovery import messages
+def test_no_two_public_classes_have_the_same_name():
+    places = defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(SOURCE)))
 
-    assert (events.Recovered, events.ProgressKnown) == (types.Recovered, messages.ProgressKnown)
-    assert events.record_from_dict is encoding.record_from_dict
+    assert len(places) > 300
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

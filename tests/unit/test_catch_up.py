@@ -76,7 +76,7 @@ KINDS = {
     "amsgrad, scaled": (lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True), {"scaler": True}),
     "rmsprop, averaged": (lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True), {"average": True}),
     "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.01), {}),
-    "early": (lambda p: torch.optim.Adam(p, lr=0.01), {"update": "eager"}),
+    "early": (lambda p: torch.optim.Adam(p, lr=0.01), {"overlap_optimizer": True}),
     "items": (lambda p: torch.optim.Adam(p, lr=0.01), {"clip_grad_norm": 0.1}),
 }
 

@@ -62,7 +62,7 @@ HISTORIES = {
     "two": {"workers": 2},
     "three and a spare": {"workers": 3, "spares": 1, "faults": plan("kill:rank=1,step=5")},
     "killed": {"workers": 4, "faults": plan(*KILLS)},
-    "eager, killed": {"workers": 4, "update": "eager", "faults": plan(*KILLS)},
+    "eager, killed": {"workers": 4, "overlap_optimizer": True, "faults": plan(*KILLS)},
     "restart": {"workers": 4, "strategy": "restart", "faults": plan(*KILLS)},
     "eleven faults": {
         "workers": 12,

@@ -448,7 +448,7 @@ def test_an_optimizer_in_a_thread_needs_host_memory(fabric):
     model = net()
 
     with elsewhere(), pytest.raises(ConfigError, match=r"--overlap-optimizer needs a model in CPU memory.* on meta"):
-        next(holdfast.Session(model, adam(model), update="eager", fabric=fabric).steps(dataset(), BATCH))
+        next(holdfast.Session(model, adam(model), overlap_optimizer=True, fabric=fabric).steps(dataset(), BATCH))
 
 
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")

@@ -142,7 +142,7 @@ def started(rank, kind):
     return RunStarted(
         t_s=0.0, rank=rank, step=0, fabric="gloo", strategy="rollback", seed=0, workers=2, slices=2, order="fold",
         split="slices", batch="global", rescale="survivors", steps_planned=1, samples_planned=1, num_buckets=1,
-        parameters=1, kind=kind,
+        parameters=1, platform=kind,
     )  # fmt: skip
 
 

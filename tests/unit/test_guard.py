@@ -356,15 +356,18 @@ def hashed_in(monkeypatch, tmp_path, **settings):
     return of_windows, of_all
 
 
-@pytest.mark.parametrize("update", ["lazy", "eager"])
-def test_the_state_is_hashed_once_a_step_for_guard_and_certificate_together(tmp_path, monkeypatch, update):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_state_is_hashed_once_a_step_for_guard_and_certificate_together(tmp_path, monkeypatch, overlap):
     steps = list(range(train_flip.STEPS))
     (tmp_path / "both").mkdir()
 
-    assert hashed_in(monkeypatch, tmp_path / "both", update=update) == (steps, ["tensors", (EVERYTHING,), "tensors"])
-    assert hashed_in(monkeypatch, tmp_path, guard="off", update=update) == (steps[1:], ["tensors"] * 2)
-    assert hashed_in(monkeypatch, tmp_path, certificate=False, update=update) == (steps, [(EVERYTHING,)])
-    assert hashed_in(monkeypatch, tmp_path, guard="off", certificate=False, update=update) == ([], [])
+    assert hashed_in(monkeypatch, tmp_path / "both", overlap_optimizer=overlap) == (
+        steps,
+        ["tensors", (EVERYTHING,), "tensors"],
+    )
+    assert hashed_in(monkeypatch, tmp_path, guard="off", overlap_optimizer=overlap) == (steps[1:], ["tensors"] * 2)
+    assert hashed_in(monkeypatch, tmp_path, certificate=False, overlap_optimizer=overlap) == (steps, [(EVERYTHING,)])
+    assert hashed_in(monkeypatch, tmp_path, guard="off", certificate=False, overlap_optimizer=overlap) == ([], [])
 
 
 def test_what_comes_again_after_going_back_is_no_soft_error(tmp_path, monkeypatch):

@@ -236,7 +236,7 @@ def test_slices_with_and_without_items_are_refused(first):
 
 def test_an_optimizer_that_runs_before_the_items_are_known_is_refused():
     with pytest.raises(ConfigError, match="cannot be used with --overlap-optimizer"):
-        in_session(update="eager")
+        in_session(overlap_optimizer=True)
 
 
 def test_reports_have_the_mean_over_items(tmp_path):

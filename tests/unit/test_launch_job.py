@@ -88,7 +88,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         max(p.opts, key=len) for p in typer.main.get_command(app).commands["run"].params if p.opts[0].startswith("-")
     }
     fields = {
-        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "overlap": "off", "update": "eager", "guard": "heal", "guard_sums": True, "kinds": "any", "certificate": False, "stop_after": 5,
+        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "overlap": "off", "overlap_optimizer": True, "guard": "heal", "guard_sums": True, "require_same_platform": False, "certificate": False, "stop_after": 5,
         "mirror": 2, "mirror_every": 8, "mirror_fraction": 0.5, "mirror_choice": "random", "mirror_predictor": "line", "mirror_distance": "scaled",
         "mirror_codec": "int8", "mirror_optimizer": "reset", "reinit_from": "root",
         "empty_seats": "raise", "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
@@ -110,8 +110,6 @@ def test_every_option_is_said_again_but_for_the_secret():
         "--baseline",
         "--help-all",
         "--module",
-        "--update",
-        "--kinds",
     }
     assert not any("s3cret" in word for word in words)
 

@@ -450,7 +450,7 @@ def test_a_worker_of_another_node_is_is_leaving_once(meet):
         ({"args": ("--fast",)}, r"ARGS \['--fast'\], the other nodes with \[\]"),
         ({"nnodes": 3}, "--nnodes 3, the other nodes with 2"),
         ({"settings": {"guard": "off"}}, "with --guard 'off', the other nodes with 'stop'"),
-        ({"settings": {"update": "eager"}}, "with --overlap-optimizer, the other nodes without it"),
+        ({"settings": {"overlap_optimizer": True}}, "with --overlap-optimizer, the other nodes without it"),
         ({"settings": {"certificate": False}}, "with --no-certificate, the other nodes without it"),
         ({"settings": {"checkpoint_every": 5}}, "with --checkpoint-every 5, the other nodes with 0"),
         ({"settings": {"rescale": "original"}}, "with --rescale 'original', the other nodes with 'survivors'"),

@@ -1,4 +1,4 @@
-"""``update="eager"``: buckets are updated as their sums come in, and taken back if their step is not closed."""
+"""The overlapped optimizer: buckets are updated as their sums come in, and taken back if their step is not closed."""
 
 import functools
 import json
@@ -75,7 +75,7 @@ def undisturbed(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_buckets_one_by_one_have_the_bits_of_the_whole_step(kind):
-    session, bits = train_branches(kind, update="eager")
+    session, bits = train_branches(kind, overlap_optimizer=True)
 
     assert bits == undisturbed(kind)
     assert session._trainable.overlapped.spent.buckets == 8 * len(session._trainable.buckets)
@@ -87,7 +87,7 @@ def test_whenever_somebody_dies_the_bits_are_those_of_the_default(kind, strategy
     """Also in the first step, before which the optimizer has no state; bucket 4 is the last."""
     faults = plan(f"kill:rank=1,step=0,phase={phase}", f"kill:rank=0,step=4,phase={phase}")
 
-    session, bits = train_branches(kind, update="eager", strategy=strategy, faults=faults)
+    session, bits = train_branches(kind, overlap_optimizer=True, strategy=strategy, faults=faults)
 
     assert len(session._trainable.buckets) == 5
     assert bits == undisturbed(kind)
@@ -99,7 +99,7 @@ def test_whenever_somebody_dies_the_bits_are_those_of_the_default(kind, strategy
 def test_forward_keeps_the_updates_of_what_was_summed():
     faults = {"strategy": "forward", "faults": plan("kill:rank=1,step=4,phase=allreduce,bucket=1")}
 
-    session, bits = train_branches("momentum", update="eager", **faults)
+    session, bits = train_branches("momentum", overlap_optimizer=True, **faults)
 
     assert bits == train_branches("momentum", update="lazy", **faults)[1]
     assert session._trainable.overlapped.spent.undone == 0
@@ -108,7 +108,7 @@ def test_forward_keeps_the_updates_of_what_was_summed():
 def test_workers_with_weights_of_their_own_have_the_same_bits_too():
     faults = plan("flip:rank=1,step=2,target=weights,bits=20,count=3")
 
-    session, bits = train_branches("momentum", update="eager", guard="warn", faults=faults)
+    session, bits = train_branches("momentum", overlap_optimizer=True, guard="warn", faults=faults)
 
     other, expected = train_branches("momentum", update="lazy", guard="warn", faults=faults)
     assert bits == expected
@@ -122,7 +122,7 @@ def test_without_the_undo_the_bits_are_others(monkeypatch):
     monkeypatch.setattr(UndoCopy, "put_back", UndoCopy.forget)
     faults = plan("kill:rank=1,step=4,phase=allreduce,bucket=0")
 
-    _, bits = train("cnn", "adam", workers=4, update="eager", faults=faults)
+    _, bits = train("cnn", "adam", workers=4, overlap_optimizer=True, faults=faults)
 
     assert bits != reference.train("cnn", "adam")
 
@@ -193,7 +193,9 @@ def test_updates_beside_the_sums_are_done_before_replicas_are_compared(monkeypat
     model = reference.make_model("cnn")
     optimizer = reference.make_optimizer("adam", model)
     faults = plan("kill:rank=1,step=3,phase=allreduce,bucket=0")
-    session = holdfast.Session(model, optimizer, workers=4, update="eager", seed=7, bucket_bytes=4096, faults=faults)
+    session = holdfast.Session(
+        model, optimizer, workers=4, overlap_optimizer=True, seed=7, bucket_bytes=4096, faults=faults
+    )
     session._trainable.overlap_optimizer(SystemClock(), OverlapCost(), beside=True)
     for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
         for x, y in step:
@@ -233,8 +235,10 @@ def test_what_needs_all_sums_first_is_refused(what):
     arguments, kind, message = REFUSED[what]
     model = nn.Linear(3, 2)
 
-    with pytest.raises(ConfigError, match=f"update eager runs the optimizer before all sums are known, but {message}"):
-        holdfast.Session(model, kind(model.parameters()), update="eager", **arguments)
+    with pytest.raises(
+        ConfigError, match=f"overlap_optimizer runs the optimizer before all sums are known, but {message}"
+    ):
+        holdfast.Session(model, kind(model.parameters()), overlap_optimizer=True, **arguments)
 
 
 def test_hooks_of_an_optimizer_are_refused():
@@ -242,23 +246,23 @@ def test_hooks_of_an_optimizer_are_refused():
     optimizer = optim.SGD(model.parameters())
     optimizer.register_step_post_hook(lambda *_: None)
 
-    with pytest.raises(ConfigError, match="got SGD with hooks, or a step of its own: use update lazy"):
-        holdfast.Session(model, optimizer, update="eager")
+    with pytest.raises(ConfigError, match="got SGD with hooks, or a step of its own"):
+        holdfast.Session(model, optimizer, overlap_optimizer=True)
 
 
 def test_a_model_that_is_split_is_refused():
-    with pytest.raises(ConfigError, match="update eager needs a replicated model, got a Sharded"):
-        holdfast.Session(holdfast.Sharded(nn.Linear(3, 2)), optim.SGD, update="eager")
+    with pytest.raises(ConfigError, match="overlap_optimizer needs a replicated model, got a Sharded"):
+        holdfast.Session(holdfast.Sharded(nn.Linear(3, 2)), optim.SGD, overlap_optimizer=True)
 
 
 def test_the_report_says_what_undo_took(tmp_path):
     faults = plan("kill:rank=1,step=4,phase=allreduce,bucket=1")
-    session, _ = train_branches("adam", update="eager", faults=faults, run_dir=str(tmp_path))
+    session, _ = train_branches("adam", overlap_optimizer=True, faults=faults, run_dir=str(tmp_path))
 
     report = build_report(read_run(tmp_path), started=range(3), wall_s=1.0, seed=0)
 
-    (said,) = json.loads(json.dumps(report["eager"]))
-    assert report["update"] == "eager"
+    (said,) = json.loads(json.dumps(report["optimizer_overlap"]))
+    assert report["overlap_optimizer"] is True
     assert (said["rank"], said["steps"], said["buckets"], said["undone"]) == (0, 8, 8 * 5 + 2, 2)
     assert said["copy_bytes"] == session._trainable.overlapped.size_bytes > 0
     assert said["copy_s"] > 0

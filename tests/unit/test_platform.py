@@ -166,7 +166,7 @@ def test_a_newcomer_of_another_kind_ends_and_says_why(capsys):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kinds": "any"}, "not exact: worker 4 has CPU capability AVX2, the others AVX512"),
+        ({"require_same_platform": False}, "not exact: worker 4 has CPU capability AVX2, the others AVX512"),
         ({"strategy": "forward"}, "worker 4 has"),
     ],
 )
@@ -176,12 +176,12 @@ def test_where_any_may_come_or_no_bits_are_promised_it_goes_in_and_says_so(setti
     compare_with_others(world)
 
     assert written == []
-    assert world.platform.given_up == (said if settings == {"kinds": "any"} else "")
+    assert world.platform.given_up == (said if settings == {"require_same_platform": False} else "")
     assert capsys.readouterr().err.startswith(f"holdfast: worker 4: {said}")
 
 
 @pytest.mark.parametrize(("theirs", "differs"), [("AVX512", True), ("AVX2", False)])
-@pytest.mark.parametrize("settings", [{"kinds": "any"}, {"strategy": "forward"}])
+@pytest.mark.parametrize("settings", [{"require_same_platform": False}, {"strategy": "forward"}])
 def test_workers_know_that_platforms_differ_whatever_is_promised(settings, theirs, differs, monkeypatch):
     """Samples that are decoded there may have other bits, and are not compared."""
     world, _ = newcomer(**settings)
@@ -206,21 +206,21 @@ def started(rank, kind, given_up=""):
     return RunStarted(
         t_s=0.0, rank=rank, step=0, fabric="gloo", strategy="rollback", seed=0, workers=2, slices=2, order="fold",
         split="slices", batch="global", rescale="survivors", steps_planned=1, samples_planned=1, num_buckets=1,
-        parameters=1, kind=kind, given_up=given_up,
+        parameters=1, platform=kind, given_up=given_up,
     )  # fmt: skip
 
 
 def kinds_of(*records):
     """What the report says of the kinds."""
-    return build_report(records, started=range(2), wall_s=1.0, seed=0)["kinds"]
+    return build_report(records, started=range(2), wall_s=1.0, seed=0)["platforms"]
 
 
 def test_the_report_says_what_was_given_up_and_who_was_refused():
-    refused = WorkerRefused(t_s=1.0, rank=2, step=-1, why="worker 2 has", kind=AVX2)
+    refused = WorkerRefused(t_s=1.0, rank=2, step=-1, why="worker 2 has", platform=AVX2)
 
     found = kinds_of(started(0, AVX512), started(1, AVX2, "not exact: so"), refused)
 
-    assert found["of"] == [{"ranks": [0], "kind": AVX512}, {"ranks": [1], "kind": AVX2}]
+    assert found["of"] == [{"ranks": [0], "platform": AVX512}, {"ranks": [1], "platform": AVX2}]
     assert found["given_up"] == "not exact: so"
     assert found["refused"] == [{"rank": 2, "t_s": 1.0, "why": "worker 2 has"}]
     assert kinds_of(started(0, AVX512), started(1, AVX512))["given_up"] == ""

@@ -266,7 +266,10 @@ def test_what_cannot_be_done_is_said_in_one_line():
         (lambda: holdfast.prepare(model, [sgd, sgd], loader()), "optimizers 0 and 1 have a parameter in common"),
         (lambda: holdfast.prepare(model, sgd, loader(), clip_grad_norm=1.0), "with one optimizer call torch.nn.utils"),
         (lambda: holdfast.prepare(model, sgd, loader(), accumulate=0), "accumulate must be at least 1, got 0"),
-        (lambda: holdfast.prepare(model, sgd, loader(), **settings(update="eager")), "--overlap-optimizer cannot be"),
+        (
+            lambda: holdfast.prepare(model, sgd, loader(), **settings(overlap_optimizer=True)),
+            "--overlap-optimizer cannot be",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             wrong()

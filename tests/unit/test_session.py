@@ -239,9 +239,9 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("update", ["lazy", "eager"])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", FUSED)
-def test_gradients_lie_in_memory_like_their_parameters(name, update):
+def test_gradients_lie_in_memory_like_their_parameters(name, overlap):
     """A fused optimizer goes through the memory of both, and would mix up the numbers of a layer in channels_last."""
 
     def conv():
@@ -257,7 +257,7 @@ def test_gradients_lie_in_memory_like_their_parameters(name, update):
         F.cross_entropy(plain(x[part]), part).backward()
         optimizer.step()
 
-    session = holdfast.Session(model, FUSED[name](model.parameters()), slices=1, update=update)
+    session = holdfast.Session(model, FUSED[name](model.parameters()), slices=1, overlap_optimizer=overlap)
     for step in session.steps(data, 4, shuffle=False):
         for inputs, labels in step:
             step.backward(F.cross_entropy(model(inputs), labels))

@@ -92,14 +92,4 @@ __all__ = [
     "write_tensors",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    _WHERE,
-    {
-        "Checkpoints": "CheckpointStore",
-        "Content": "WritePlan",
-        "Damage": "DamagedBytes",
-        "Loaded": "LoadedCheckpoint",
-        "Piece": "TensorPiece",
-    },
-)
+__getattr__ = lazy(__name__, _WHERE)

@@ -91,4 +91,4 @@ def _columns() -> int:
         return 80
 
 
-__getattr__ = lazy(__name__, _WHERE, {})
+__getattr__ = lazy(__name__, _WHERE)

@@ -51,22 +51,13 @@ def takes(options: Sequence[DeclaredOption]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         written = inspect.signature(command, eval_str=True)
         own = [each for each in written.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        unlisted = [_unlisted(each) for each in options if each.option.switch]
-        parameters = [*own, *map(_parameter, options), *unlisted]
+        parameters = [*own, *map(_parameter, options)]
         # Typer reads both, and evaluates annotations that are strings in the module's namespace.
         command.__signature__ = written.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
         return command
 
     return decorate
-
-
-def _unlisted(declared: DeclaredOption) -> inspect.Parameter:
-    """Return the option of a field that has a switch; it takes the field's value."""
-    parsed = Option("--" + declared.name.replace("_", "-"), hidden=True)
-    return inspect.Parameter(
-        declared.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, parsed]
-    )
 
 
 def _parameter(declared: DeclaredOption) -> inspect.Parameter:

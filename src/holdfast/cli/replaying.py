@@ -201,7 +201,7 @@ def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
     """Return why these steps cannot be replayed on one process, or ""."""
     disturbed = report["failures"] or report["left"] or report["joined"]
     if not _is_reproducible(report.get("job")):
-        return "its report does not describe the job: it was written by an older version, or altered"
+        return "its report does not describe the job: it is incomplete, or was altered"
     if report["lost"]:
         return "forward continued without samples that were lost, so its bits depend on the time of failures"
     if report.get("restored"):
@@ -227,9 +227,9 @@ def other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
     """Return how the platform of a replay differs from that of the run, if that changes bits; or ""."""
     from holdfast.state.platform import between
 
-    if not run.started.kind:
+    if not run.started.platform:
         return ""
-    odd = between(again.started.kind, run.started.kind, worker="this machine has", others="the run")
+    odd = between(again.started.platform, run.started.platform, worker="this machine has", others="the run")
     return "" if odd is None else odd.what
 
 

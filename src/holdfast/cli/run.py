@@ -223,7 +223,6 @@ def _settings(given: dict[str, Any]) -> Settings:
     """Return the settings from options and environment; the ConfigError names the option, if it was given."""
     options = {each.name: each for each in declared(Settings)}
     values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _CONVERTED}
-    values |= {name: given[name] for name, each in options.items() if each.option.switch and given[name] is not None}
     values |= _slices(given["slices"]) | _how_often(given["checkpoint_every"])
     try:
         return Settings.from_env(**values)
@@ -231,13 +230,12 @@ def _settings(given: dict[str, Any]) -> Settings:
         name, _, what = str(error).partition(" ")
         if name not in options or values.get(name) is None:
             raise
-        flag = f"--{name}" if options[name].option.switch else options[name].flag
-        raise ConfigError(f"{flag} {what}") from error
+        raise ConfigError(f"{options[name].flag} {what}") from error
 
 
 def _value(option: DeclaredOption, given: Any) -> Any:
     """Return the setting of an option; None if it was not given. A switch can only be changed from its default."""
-    return (option.switched if given else None) if option.kind is bool else given
+    return (not option.default if given else None) if option.kind is bool else given
 
 
 def _slices(given: str | None) -> dict[str, Any]:

@@ -53,14 +53,4 @@ __all__ = [
     "make_allreduce",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    _WHERE,
-    {
-        "Mail": "Mailbox",
-        "Mean": "MeanDivisor",
-        "OrderedSum": "OrderedAllReduce",
-        "Span": "SlotSpan",
-        "share_bytes": "broadcast_bytes",
-    },
-)
+__getattr__ = lazy(__name__, _WHERE)

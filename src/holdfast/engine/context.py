@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.data.ledger import SampleCounts
 from holdfast.models.overlap import OverlapCost
-from holdfast.recovery.messages import NO_NOTE, Action, Note, recorded_name
+from holdfast.recovery.messages import NO_NOTE, Action, Note
 
 if TYPE_CHECKING:  # the torch.distributed backend needs none of these
     from holdfast.checkpoint import LoadedCheckpoint, WritePlan
@@ -37,7 +37,7 @@ class RecoveryContext:
 
     def count(self, order: Action, took_s: float) -> None:
         """Count an action that was carried out."""
-        name = recorded_name(order)
+        name = type(order).__name__
         self.orders[name] = self.orders.get(name, 0) + 1
         self.times_s[name] = self.times_s.get(name, 0.0) + took_s
 

@@ -91,13 +91,13 @@ class RunLog:
                 split=plan.split,
                 batch=plan.batch,
                 rescale=settings.rescale,
-                update=settings.update,
+                overlap_optimizer=settings.overlap_optimizer,
                 steps_planned=job.loops.first_step + plan.num_steps if plan.stream is None else 0,
                 samples_planned=plan.epochs * plan.epoch_samples,
                 num_buckets=num_buckets,
                 parameters=parameters,
                 link=job.committed.link,
-                kind=job.platform.properties,
+                platform=job.platform.properties,
                 given_up=job.platform.given_up,
             )
         )

@@ -29,7 +29,7 @@ TARGETS = {
 """The possible targets, and the phase of the step in which each is altered."""
 
 SCHEMA = 2
-"""Schema of a flip's JSON. In schema 1, which has no schema key, the law ``bits`` was called ``values``."""
+"""Schema of a flip's JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +75,20 @@ class Flip:
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
-        """Read JSON from :meth:`to_json`, of this version or of a version that wrote no schema.
+        """Read JSON from :meth:`to_json`, of this version.
 
         Raises:
             ConfigError: if a key is missing or unknown, or a value is not allowed.
         """
         from holdfast.faults.alteration import Alteration
 
-        if type(fields) is dict:
-            fields = {"schema": 1} | fields
         check_keys("flip", fields, ("schema", "target", "at", *_fields()))
         schema = fields["schema"]
-        if type(schema) is not int or schema not in (1, SCHEMA):
-            refuse(
-                f"schema of a flip must be 1 or {SCHEMA}, got {schema!r:.40}; another version of holdfast may read it"
-            )
+        if type(schema) is not int or schema != SCHEMA:
+            refuse(f"schema of a flip must be {SCHEMA}, got {schema!r:.40}; another version of holdfast may read it")
         how = {name: value for name, value in fields.items() if name not in ("schema", "target", "at")}
         for name, value in how.items():
             _check_type(name, value)
-        if schema == 1 and how["law"] == "values":
-            how["law"] = "bits"
         if type(fields["at"]) is not list or type(fields["target"]) is not str:
             refuse(f"at must be a list and target a text, got {fields['at']!r:.60} and {fields['target']!r:.60}")
         return cls(fields["target"], Alteration(**how), tuple(fields["at"]))

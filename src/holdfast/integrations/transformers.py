@@ -31,4 +31,4 @@ _WHERE = {
     "Trainer": _TRAINER,
 }
 
-__getattr__ = lazy(__name__, _WHERE, {})  # a script that only needs the callback keeps its process group
+__getattr__ = lazy(__name__, _WHERE)  # a script that only needs the callback keeps its process group

@@ -44,7 +44,7 @@ class RunningJob:
     split: str
     min_workers: int
     saves: bool  # whether the job has a checkpoint directory
-    folder: str = ""  # directory in which the launcher was started; "" if an older launcher did not record it
+    folder: str = ""  # directory in which the launcher was started
     run_dir: Path = Path()  # directory of its files
     origin_s: float = 0.0  # value of time.monotonic() of this machine when the run began; 0: unknown
     command: str = ""

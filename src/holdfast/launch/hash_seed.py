@@ -52,6 +52,6 @@ def _of_checkpoint(settings: Settings) -> str:
         try:
             manifest = json.loads((folder / name / "manifest.json").read_bytes())
             return str(manifest["info"]["hashes"]["seed"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # incomplete, damaged, or older
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
             continue
     return ""

@@ -8,7 +8,6 @@ the launcher's :class:`~holdfast.membership.hub.Hub`, or to the one of several t
 
 import time
 
-from holdfast._lazy import lazy
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership.acts import RosterVote
 from holdfast.membership.client import HubStore
@@ -19,8 +18,6 @@ from holdfast.membership.state_requests import StateRequests
 from holdfast.membership.store import LEASE_S, Store
 
 __all__ = ["Agreement", "Hub", "HubStore", "Roster", "RosterVote", "StateRequests", "Store", "open_store"]
-
-__getattr__ = lazy(__name__, {}, {"Heard": "Agreement", "Vote": "RosterVote"})
 
 
 _RETRY_S = 0.1

@@ -1,4 +1,4 @@
-"""Overlapped optimizer (``update="eager"``): a bucket is updated once it is reduced, and can be undone until the vote.
+"""Overlapped optimizer (``Settings.overlap_optimizer``): a bucket is updated once it is reduced, and can be undone until the vote.
 
 ::
 
@@ -41,7 +41,7 @@ def check_overlap(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_no
         more = " with hooks, or a step of its own" if type(optimizer) in UPDATING_EACH_ALONE else ""
         needs = f"only plain {kinds} are known to update each parameter alone, got {type(optimizer).__name__}{more}"
     if needs:
-        raise ConfigError(f"update eager runs the optimizer before all sums are known, but {needs}: use update lazy")
+        raise ConfigError(f"overlap_optimizer runs the optimizer before all sums are known, but {needs}")
 
 
 class UndoCopy:
@@ -102,7 +102,7 @@ def _tensors(parameter: nn.Parameter, state: dict[str, Any] | None) -> list[tupl
 
 @dataclass(slots=True)
 class OverlapCost:
-    """Time spent on overlapped updates, over all steps; see :class:`~holdfast.records.types.UpdatedEagerly`."""
+    """Time spent on overlapped updates, over all steps; see :class:`~holdfast.records.types.OptimizerOverlapped`."""
 
     steps: int = 0
     buckets: int = 0

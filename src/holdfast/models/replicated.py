@@ -21,7 +21,7 @@ from holdfast.models.slice_runner import SliceRunner
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_sha256
 from holdfast.models.whole_hashes import WholeFingerprint
-from holdfast.records.types import UpdatedEagerly
+from holdfast.records.types import OptimizerOverlapped
 from holdfast.recovery.strategy import REPLICATED
 from holdfast.state.transfer import adopt_lowest
 
@@ -51,7 +51,7 @@ class ReplicatedModel(ModelPart, Trainable):
         """From the first loop on, overlap the optimizer if configured."""
         super().begin_loop(job, log)
         self.check_device()
-        if job.settings.update == "eager":
+        if job.settings.overlap_optimizer:
             self.overlap_optimizer(job.clock, job.spent, beside=not isinstance(job.comm, VirtualCommunicator))
 
     def overlap_optimizer(self, clock: Clock, spent: OverlapCost, *, beside: bool) -> None:
@@ -62,12 +62,12 @@ class ReplicatedModel(ModelPart, Trainable):
     def runner(self, context: StepContext) -> Runner:
         return SliceRunner(context, self, self)
 
-    def summary(self) -> UpdatedEagerly | None:
+    def summary(self) -> OptimizerOverlapped | None:
         """Return the cost of the overlapped optimizer, if it is used."""
         if self.overlapped is None:
             return None
         spent: dict[str, Any] = dataclasses.asdict(self.overlapped.spent) | {"copy_bytes": self.overlapped.size_bytes}
-        return UpdatedEagerly(**spent)
+        return OptimizerOverlapped(**spent)
 
     # -- a step
 

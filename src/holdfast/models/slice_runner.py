@@ -117,7 +117,7 @@ class SliceRunner(Runner):
 
         The loss is the mean over ``items``, if they are given, and over the samples otherwise.
         """
-        if items is not None and self._job.settings.update == "eager":
+        if items is not None and self._job.settings.overlap_optimizer:
             raise ConfigError(
                 "a loss over items cannot be used with --overlap-optimizer, which updates parameters before the items of"
                 " the whole mini-batch are known: leave it out"

@@ -49,7 +49,7 @@ def make_trainable(
             raise ConfigError(
                 f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
             )
-        if settings.update == "eager":
+        if settings.overlap_optimizer:
             check_overlap(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
         return ReplicatedModel(
             model,
@@ -64,8 +64,8 @@ def make_trainable(
             average=average,
             choices=buffers,
         )
-    if settings.update == "eager":
-        raise ConfigError(f"update eager needs a replicated model, got a {kind}: use update lazy")
+    if settings.overlap_optimizer:
+        raise ConfigError(f"overlap_optimizer needs a replicated model, got a {kind}")
     if isinstance(optimizer, optim.Optimizer):
         raise ConfigError(
             f"a {kind} needs a function that returns an optimizer, as lambda p: torch.optim.Adam(p); got an optimizer"

@@ -49,4 +49,4 @@ __all__ = [
     "strategy_names",
 ]
 
-__getattr__ = lazy(__name__, _WHERE, {"View": "ProgressView"})
+__getattr__ = lazy(__name__, _WHERE)

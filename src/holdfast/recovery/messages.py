@@ -10,8 +10,6 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast._lazy import lazy
-
 LOADING = -1
 """``completed`` of a worker that has decided to load a checkpoint and has not finished doing so."""
 
@@ -374,30 +372,3 @@ class SaveAndStop(Action):
 @dataclass(frozen=True, slots=True)
 class Leave(Action):
     """All workers are done, and none needs this worker any more."""
-
-
-RENAMED = {
-    "ActDone": "Done",
-    "BucketSummed": "BucketReduced",
-    "CloseStep": "VoteStep",
-    "Install": "AdoptState",
-    "MakeChanges": "ApplyConfig",
-    "Parted": "LeftGroup",
-    "RanOut": "DataExhausted",
-    "Rehome": "MoveParts",
-    "Settle": "AdoptPlacement",
-    "StepClosed": "StepVoted",
-    "SumBucket": "ReduceBucket",
-    "TakeChanges": "FetchConfig",
-    "Welcome": "SendState",
-}
-"""Old and new names. Records keep the old ones, so that reports can read the runs of every version."""
-_RECORDED = {new: old for old, new in RENAMED.items()}
-
-
-def recorded_name(order: Action) -> str:
-    """Return the name of an order in ``Recovered.orders`` and ``Recovered.times_s``."""
-    return _RECORDED.get(type(order).__name__, type(order).__name__)
-
-
-__getattr__ = lazy(__name__, {}, RENAMED)

@@ -91,11 +91,6 @@ class ProgressView:
     altered: bool
     alive: int
 
-    @property
-    def calm(self) -> bool:
-        """The former name of :attr:`is_planned`, for strategies of other packages."""
-        return self.is_planned
-
     @classmethod
     def of(cls, event: ProgressKnown) -> Self:
         """Summarise the progress of all survivors.

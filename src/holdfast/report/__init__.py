@@ -49,7 +49,7 @@ __all__ = [
     "write_results",
 ]
 
-__getattr__ = lazy(__name__, _WHERE, {})
+__getattr__ = lazy(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -34,7 +34,7 @@ SCHEMA = 1
 
 _HELD = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
 _FILLED = ("step", "t_s", "collective", "seats", "sources", "count")
-_EAGER = ("rank", "steps", "buckets", "undone", "copy_bytes", "copy_s", "update_s", "waited_s", "undo_s")
+_OVERLAP = ("rank", "steps", "buckets", "undone", "copy_bytes", "copy_s", "update_s", "waited_s", "undo_s")
 
 
 def build_report(
@@ -70,7 +70,7 @@ def build_report(
     one for each kind of collective in which survivors' values stood in for failed ranks, or sums were scaled for them. ``actions`` lists what the user
     requested through the dashboard. ``flips`` has one for
     each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
-    split model in each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets
+    split model in each worker's memory at the end, in bytes. ``optimizer_overlap`` is the cost at each worker of updating buckets
     before their step's commit vote: seconds over all steps, and the memory of the undo copies.
 
     Args:
@@ -108,7 +108,7 @@ def build_report(
         "lost": None if history.is_distributed else _lost(history),
         "replicas": _replicas(history, finished),
         "certificate": _certificate(history),
-        "kinds": workers_platforms(history),
+        "platforms": workers_platforms(history),
         "metrics": _metrics(history, finished),
         "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
         "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
@@ -147,7 +147,7 @@ def _happenings(history: History) -> dict[str, Any]:
         "reinitialised": [_reinitialised(said) for said in history.reinitialised],
         "restored": [_restored(record) for record in history.restored],
         "parts_held": [_rounded(record, *_HELD) for record in history.parts_held],
-        "eager": [_rounded(record, *_EAGER) for record in history.updated_eagerly],
+        "optimizer_overlap": [_rounded(record, *_OVERLAP) for record in history.optimizer_overlapped],
         "seats_taken": [_rounded(record, "step", "t_s", "seat", "worker") for record in history.seats_taken],
         "seats_filled": [_rounded(record, *_FILLED) for record in history.seats_filled],
         "left": [_rounded(record, "rank", "step", "t_s") for record in history.of(Left)],
@@ -190,11 +190,11 @@ def _api(history: History) -> str | None:
 
 def _configuration(history: History, seed: int) -> dict[str, Any]:
     starts = history.of(RunStarted)
-    names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale", "update")
+    names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale", "overlap_optimizer")
     more = ("steps_planned", "num_buckets", "parameters")
     first = starts[0] if starts else None
     known = {name: getattr(first, name, None) for name in (*names, "seed", *more)} | {"seed": seed}
-    unknown = ("slices", "split", "update", "seed", *more) if history.is_distributed else ()
+    unknown = ("slices", "split", "overlap_optimizer", "seed", *more) if history.is_distributed else ()
     if first is not None and not first.steps_planned:  # a stream ends when it ends
         unknown = (*unknown, "steps_planned")
     return known | dict.fromkeys(unknown)

@@ -90,7 +90,7 @@ class CertifiedSteps:
     def _why_none(self) -> str:
         if not self.lines:
             return f"{self.name} has no records of committed steps: give the folder that `holdfast run --report` wrote"
-        return f"the steps of {self.name} have no certificate: there is none with --no-certificate, under torch.distributed, and of runs of older versions"
+        return f"the steps of {self.name} have no certificate: there is none with --no-certificate, under torch.distributed"
 
     def before(self, step: int) -> set[str]:
         """Return the recorded links of the step before ``step``; empty if the records have none."""

@@ -155,6 +155,6 @@ def different_settings(
 
 def _deciding_settings(started: RunStarted, job: Mapping[str, Any]) -> dict[str, Any]:
     strategy = "without loss" if strategy_class(started.strategy).exact else started.strategy
-    known = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.kind)
+    known = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.platform)
     said = {"script": job["sha256"], "arguments": job["args"], **job["versions"]} if job else {}
     return known | said

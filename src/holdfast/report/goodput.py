@@ -45,7 +45,7 @@ RECOVERY_PARTS = ("step_redone", "stall", "detection", "agreement", "rebuild", "
 """Causes that belong to a failure, or to a change of the membership."""
 
 _REBUILD = {"Shrink", "Reinitialise"}
-_TRANSFER = {"LoadCheckpoint", "CatchUp", "HandOver", "Welcome", "Install", "Rehome", "Settle"}
+_TRANSFER = {"LoadCheckpoint", "CatchUp", "HandOver", "SendState", "AdoptState", "MoveParts", "AdoptPlacement"}
 """Actions of the protocol, as records name them; all others are agreement."""
 _DEATHS = ("kill", "segfault", "oom", "nodeloss", "gpu-error", "gpu-oom")
 """Kinds of injected faults that end a worker."""

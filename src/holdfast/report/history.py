@@ -19,6 +19,7 @@ from holdfast.records.types import (
     FaultFired,
     Finished,
     JobRestarted,
+    OptimizerOverlapped,
     PartRestored,
     PartsHeld,
     Record,
@@ -31,7 +32,6 @@ from holdfast.records.types import (
     SeatTaken,
     SettingChanged,
     StepCommitted,
-    UpdatedEagerly,
     WorkerEnded,
     WorkerFenced,
 )
@@ -143,9 +143,9 @@ class History:
         return sorted(self.lives[-1].of(PartsHeld), key=lambda record: record.rank)
 
     @property
-    def updated_eagerly(self) -> list[UpdatedEagerly]:
+    def optimizer_overlapped(self) -> list[OptimizerOverlapped]:
         """The cost at each worker of updating buckets before their step's commit vote."""
-        return sorted(self.lives[-1].of(UpdatedEagerly), key=lambda record: record.rank)
+        return sorted(self.lives[-1].of(OptimizerOverlapped), key=lambda record: record.rank)
 
     @property
     def worker(self) -> str:

@@ -13,17 +13,17 @@ def workers_platforms(history: History) -> dict[str, Any] | None:
 
     ``promise`` is only there if GPUs were used: what holds of the bits, and why. ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.
     """
-    starts = [record for record in history.of(RunStarted) if record.kind]
+    starts = [record for record in history.of(RunStarted) if record.platform]
     if not starts:
         return None
-    kinds = {record.rank: dict(record.kind) for record in starts}
+    platforms = {record.rank: dict(record.platform) for record in starts}
     groups: list[dict[str, Any]] = []
-    for rank, kind in sorted(kinds.items()):
-        group = next((group for group in groups if group["kind"] == kind), None)
+    for rank, platform in sorted(platforms.items()):
+        group = next((group for group in groups if group["platform"] == platform), None)
         if group is None:
-            groups.append(group := {"ranks": [], "kind": kind})
+            groups.append(group := {"ranks": [], "platform": platform})
         group["ranks"].append(rank)
-    promises = sorted({kind["promise"] for kind in kinds.values() if "promise" in kind})
+    promises = sorted({platform["promise"] for platform in platforms.values() if "promise" in platform})
     return {
         "of": groups,
         **({"promise": "; ".join(promises)} if promises else {}),

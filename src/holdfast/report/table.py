@@ -40,13 +40,13 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     ]
     lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
-    lines.append(_overlap_cost(report.get("eager", ())))
+    lines.append(_overlap_cost(report.get("optimizer_overlap", ())))
     lines += [
         _goodput(report.get("goodput")),
         _samples(report),
         _replicas(report),
-        _platforms(report.get("kinds")),
-        _promise(report.get("kinds")),
+        _platforms(report.get("platforms")),
+        _promise(report.get("platforms")),
     ]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (as a page: holdfast report {directory})")
@@ -142,12 +142,12 @@ def _samples(report: Mapping[str, Any]) -> str:
     return f"samples  {number(samples['committed'])} of {number(samples['planned'])} committed{since}, {listing(rest)}"
 
 
-def _platforms(kinds: Mapping[str, Any] | None) -> str:
-    return f"kinds    {kinds['given_up']}" if kinds and kinds["given_up"] else ""
+def _platforms(platforms: Mapping[str, Any] | None) -> str:
+    return f"platform {platforms['given_up']}" if platforms and platforms["given_up"] else ""
 
 
-def _promise(kinds: Mapping[str, Any] | None) -> str:
-    return f"bits     {kinds['promise']}" if kinds and kinds.get("promise") else ""
+def _promise(platforms: Mapping[str, Any] | None) -> str:
+    return f"bits     {platforms['promise']}" if platforms and platforms.get("promise") else ""
 
 
 def _replicas(report: Mapping[str, Any]) -> str:

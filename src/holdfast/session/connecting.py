@@ -41,7 +41,7 @@ def check_device(device: torch.device, settings: Settings) -> None:
         raise ConfigError(
             f"the model is on {device}, but the fabric {fabric.name} trains models on {' or '.join(fabric.devices)}"
         )
-    if settings.update == "eager" and device.type != "cpu" and not fabric.one_process:
+    if settings.overlap_optimizer and device.type != "cpu" and not fabric.one_process:
         raise ConfigError(
             f"--overlap-optimizer needs a model in CPU memory, because it runs the optimizer in a thread; the model is on"
             f" {device}: leave the option out"

@@ -37,7 +37,7 @@ class OwnedLoops:
         Raises:
             ConfigError: if a setting needs the session to run the optimizer.
         """
-        if self._settings.update == "eager":
+        if self._settings.overlap_optimizer:
             raise ConfigError(
                 "--overlap-optimizer cannot be used with holdfast.prepare, where the loop itself runs the optimizer; leave"
                 " it out"

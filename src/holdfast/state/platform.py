@@ -81,7 +81,7 @@ def difference(platforms: Mapping[int, Platform]) -> PlatformDifference | None:
 
 
 def between(mine: Platform, theirs: Platform, *, worker: str, others: str) -> PlatformDifference | None:
-    """Return how ``mine`` differs from ``theirs``, or None. Properties that an older version did not record are ignored.
+    """Return how ``mine`` differs from ``theirs``, or None. A property that only one of them has is ignored.
 
     ``worker`` and ``others`` name the owners in the message, as in ``"worker 3 has"`` and ``"the others"``.
     """

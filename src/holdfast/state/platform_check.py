@@ -1,4 +1,4 @@
-"""Detects this worker's platform, and handles workers on another platform (``Settings.kinds``).
+"""Detects this worker's platform, and handles workers on another platform (``Settings.require_same_platform``).
 
 Under a strategy that promises exact results, a worker on another platform would break the promise: its gradients differ in the last
 bits, and then everything does. All workers compare platforms in the rendezvous at the start; a newcomer compares its own with the
@@ -179,13 +179,13 @@ def compare_with_others(job: JobContext) -> None:
         _give_up(job, found)
         return
     why = f"{found.what}: it may not join, its bits would differ; {found.advice}, or allow it with --no-require-same-platform"
-    job.log.write(WorkerRefused(step=-1, why=why, kind=job.platform.properties))
+    job.log.write(WorkerRefused(step=-1, why=why, platform=job.platform.properties))
     _warn(job, why)
     raise SystemExit(0)
 
 
 def _refuses(job: JobContext) -> bool:
-    return job.settings.kinds == "same" and _promises(job)
+    return job.settings.require_same_platform and _promises(job)
 
 
 def _promises(job: JobContext) -> bool:

@@ -130,7 +130,7 @@ class StateRestorer:
         if joins:
             self._read_samples()
         then, now, job = info.get("samples", -1), self._position.samples, self._job
-        if then not in (-1, now) and now >= 0 and info.get("kind") == job.platform.properties:
+        if then not in (-1, now) and now >= 0 and info.get("platform") == job.platform.properties:
             warn_of_samples(job, joins=joins)
 
     def _find_data(self) -> None:
@@ -198,7 +198,7 @@ class StateRestorer:
         if step >= 0:
             self._begun_from = step
             loaded = job.checkpoints.load(step, self._trainable.wanted(job.comm.members))
-            then = loaded.info.get("kind", {})
+            then = loaded.info.get("platform", {})
             compare_with_checkpoint(job, then)
             compare_hashes_with_checkpoint(job, loaded.info.get("hashes", {}), then.get("python", ""))
             self._restore(loaded, keeps=True)
@@ -345,7 +345,7 @@ class StateRestorer:
             "workers": len(job.comm.members),
             "totals": dataclasses.asdict(job.loops.totals),
             "changes": self._live_config.state(),
-            "kind": job.platform.properties,
+            "platform": job.platform.properties,
             "hashes": hashes(),
             **({"samples": digest} if (digest := self._position.samples) >= 0 else {}),
             **({"framework": job.loops.describe()} if job.loops.describe is not None else {}),

@@ -73,7 +73,7 @@ class StateStreams:
             earlier.hang_up()
         said, packed = pack_state(self._model.state_dict())
         state = LiveBytes(packed.share(0, 1))
-        if job.settings.update == "eager":
+        if job.settings.overlap_optimizer:
             state.settle()  # buckets are updated before the step is committed
         try:
             stream = StateStream(requests.own_address, requests.key_for, round(_MOST_WAITING * state.size_bytes))

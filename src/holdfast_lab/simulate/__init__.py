@@ -122,7 +122,7 @@ __all__ = [
     "simulate",
 ]
 
-__getattr__ = lazy(__name__, _WHERE, {"Job": "SimulatedJob", "Replayed": "ReplayedRecovery", "Trace": "FailureTrace"})
+__getattr__ = lazy(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

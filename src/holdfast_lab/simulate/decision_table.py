@@ -157,7 +157,7 @@ def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -
             case DiscardStep():
                 discards = True
                 takes[RecoveryStage.UNDO] = (
-                    ticks(costs.undo_s) if case is FailureCase.STEP and job.update == "eager" else 0
+                    ticks(costs.undo_s) if case is FailureCase.STEP and job.overlap_optimizer else 0
                 )
             case Reinitialise():
                 rebuilds = True

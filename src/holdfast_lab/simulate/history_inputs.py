@@ -154,7 +154,7 @@ def parameters(scenario: Scenario) -> Parameters:
         stale=round(scenario.stale_iterations * cluster.workers),
         relaunches=job.strategy == "relaunch",
         split=job.model != "replicated",
-        eager=job.update == "eager",
+        eager=job.overlap_optimizer,
         prices=_prices(scenario),
         decisions=_decisions(scenario),
     )

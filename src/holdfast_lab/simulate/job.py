@@ -16,7 +16,6 @@ MODELS = ("replicated", "mirrored", "split")
 """How the model is held: by every worker; each part by several workers; each part by one worker, with whose failure it
 is lost."""
 
-UPDATES = ("lazy", "eager")
 """When the optimizer runs: after the commit vote, or bucket by bucket, overlapped with the following all-reduces."""
 
 _MOST = {"steps": MOST_STEPS, "min_workers": 10**7, "start_workers": 10**7, "slices": 10**9, "buckets": 10**6}
@@ -44,7 +43,7 @@ class SimulatedJob:
         model: One of :data:`MODELS`.
         reinit_from: ``reinit`` restores a ``"snapshot"`` taken at the failure, or the ``"checkpoint"``; if the model is
             not replicated, always the latter.
-        update: One of :data:`UPDATES`; ``"eager"`` needs a replicated model.
+        overlap_optimizer: Whether buckets are updated while others are still reduced; needs a replicated model.
         mirror_every: Under ``partial`` with a split model: steps in which a delta standby receives as many bytes as a
             full copy has, 2 to 10^9. (With 1 the standbys are exact: that is a mirrored model.)
 
@@ -64,7 +63,7 @@ class SimulatedJob:
     buckets: int = 1
     model: str = "replicated"
     reinit_from: str = "snapshot"
-    update: str = "lazy"
+    overlap_optimizer: bool = False
     mirror_every: int = 16
 
     def __post_init__(self) -> None:
@@ -73,9 +72,8 @@ class SimulatedJob:
         check_choice("batch", self.batch, ("global", "local"))
         check_choice("model", self.model, MODELS)
         check_choice("reinit_from", self.reinit_from, ("snapshot", "checkpoint"))
-        check_choice("update", self.update, UPDATES)
-        if self.update == "eager" and self.model != "replicated":
-            raise ConfigError(f"update eager needs a replicated model, got model {self.model}; use update lazy")
+        if self.overlap_optimizer and self.model != "replicated":
+            raise ConfigError(f"overlap_optimizer needs a replicated model, got model {self.model}")
         check_range("save_every", self.save_every, 0, most=10**9)
         check_range("mirror_every", self.mirror_every, 2, most=10**9)
         for name, most in _MOST.items():

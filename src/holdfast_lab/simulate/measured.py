@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import ConfigError
 from holdfast.records.files import load_events
-from holdfast.records.types import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted, UpdatedEagerly
+from holdfast.records.types import CheckpointSaved, JobRestarted, OptimizerOverlapped, Record, RunStarted, StepCommitted
 
-_APART = {"LoadCheckpoint": "load_s", "Rehome": "rehome_s"}
+_APART = {"LoadCheckpoint": "load_s", "MoveParts": "rehome_s"}
 """Orders of a recovery that are costs of their own. The report lists rebuilding and state transfer separately."""
 _MANY = {"recovery": "recoveries", "start of the job": "starts of the job"}
-_NOT_MEETING = {*_APART, "Reinitialise", "Welcome"}
+_NOT_MEETING = {*_APART, "Reinitialise", "SendState"}
 _INSIDE = {"waited_s": "step_s", "discard_s": "regroup_s"}
 """Costs of the overlapped optimizer, and the costs that include them in a measurement."""
 
@@ -99,7 +99,7 @@ def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tup
     yield from _median("regroup_s", "recovery", meetings)
     for order, name in _APART.items():
         yield from _median(name, "recovery", [one[order] for one in times if order in one])
-    if eager := [record for record in records if isinstance(record, UpdatedEagerly) and record.steps]:
+    if eager := [record for record in records if isinstance(record, OptimizerOverlapped) and record.steps]:
         yield from _updates(eager)
         yield from _median("discard_s", "recovery", [one["DiscardStep"] for one in times if "DiscardStep" in one])
     built = [one["snapshot_s"] + one["rebuild_s"] + one["load_s"] for one in report.get("reinitialised", ())]
@@ -111,7 +111,7 @@ def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tup
     yield from _median("restart_s", "start of the job", _starts(records))
 
 
-def _updates(workers: Sequence[UpdatedEagerly]) -> Iterable[tuple[str, Measured]]:
+def _updates(workers: Sequence[OptimizerOverlapped]) -> Iterable[tuple[str, Measured]]:
     """Yield the durations of the overlapped optimizer over all buckets of a step.
 
     Undone steps count by their number of buckets.

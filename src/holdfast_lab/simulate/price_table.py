@@ -81,7 +81,7 @@ def exposed_s(cluster: Cluster, job: SimulatedJob, costs: Costs) -> Seconds:
         An array of shape ``(total + 1,)``, seconds.
     """
     _, sums = step_parts_s(cluster, job, costs)
-    if job.update == "lazy":
+    if not job.overlap_optimizer:
         return np.full_like(sums, costs.update_s)
     one, each = (costs.update_s + costs.copy_s) / job.buckets, sums / (job.buckets + 1)
     return np.maximum(one, job.buckets * one - (job.buckets - 1) * each)

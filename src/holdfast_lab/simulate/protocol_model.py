@@ -44,7 +44,6 @@ from holdfast.recovery.messages import (
     Started,
     StepApplied,
     VoteStep,
-    recorded_name,
 )
 
 _ENOUGH = 4
@@ -197,5 +196,5 @@ class SimulatedRecovery:
             self.some_behind = False  # the late member catches up first
 
     def _count(self, order: Action) -> None:
-        name = recorded_name(order)
+        name = type(order).__name__
         self.orders[name] = self.orders.get(name, 0) + 1

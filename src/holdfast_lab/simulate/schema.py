@@ -99,7 +99,7 @@ class Policies(SchemaTable):
     buckets: int = 1
     model: str = ""
     reinit_from: str = ""
-    update: str = ""
+    overlap_optimizer: bool = False
     mirror_every: int = 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import time
 import traceback
 from collections import Counter
@@ -39,9 +38,6 @@ SHARE = "share"
 """Unit of a fraction from 0 to 1 of a whole."""
 
 NOT_CHECKED = "not checked: no run of this study measures it"
-
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")
-"""The beginning of the text of an exception that ended a process."""
 
 _TELLING = 0.5
 """A claim about a share of runs holds only if its interval is narrower than this: an interval that reaches below a half
@@ -438,14 +434,8 @@ class Journal:
 
 
 def _failed(entry: Row) -> str:
-    """Return why a task failed, "" if it did not.
-
-    Files of earlier versions say nothing of it: there a row that was not run because of an exception tells.
-    """
-    if "failed" in entry:
-        return str(entry["failed"])
-    reasons = (str(row.get("why", "")) for row in entry["rows"] if row.get("status") == NOT_RUN)
-    return next((why for why in reasons if _EXCEPTION.match(why)), "")
+    """Return why a task failed, "" if it did not."""
+    return str(entry["failed"])
 
 
 def _whole_lines(path: Path) -> list[Row]:

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from holdfast._lazy import lazy
 from holdfast.config import Settings
 from holdfast.data.ledger import Ledger, SampleCounts
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
@@ -73,18 +72,6 @@ from holdfast.session.step import ONE_BY_ONE, Step
 from holdfast_lab.virtual_ddp.plan import MembershipChange, MembershipDecision, faults_by_step
 
 __all__ = ["STRATEGIES", "MembershipChange", "MembershipDecision", "VirtualDdp", "VirtualSnapshot"]
-
-
-__getattr__ = lazy(
-    __name__,
-    {},
-    {
-        "Batched": "VirtualDdp",
-        "Change": "MembershipChange",
-        "Decision": "MembershipDecision",
-        "Snapshot": "VirtualSnapshot",
-    },
-)
 
 
 STRATEGIES = ("rollback", "forward", "restart")

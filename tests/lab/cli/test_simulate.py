@@ -78,7 +78,9 @@ def test_the_same_seed_gives_the_same_numbers_and_another_one_others(tmp_path, c
 
 
 def test_lazy_and_eager_updates_stand_side_by_side(tmp_path, capsys):
-    strategies = '[{ name = "lazy", strategy = "forward" }, { name = "eager", strategy = "forward", update = "eager" }]'
+    strategies = (
+        '[{ name = "lazy", strategy = "forward" }, { name = "eager", strategy = "forward", overlap_optimizer = true }]'
+    )
     text = GOOD.replace(GOOD.splitlines()[1], f"strategies = {strategies}").replace('"1h"', '"1000d"')
     text = text.replace("[costs]", "buckets = 4\n[costs]").replace("2min", "never")
     text = text.replace("[costs]", '[costs]\nsum_s = "200ms"\nupdate_s = "100ms"\ncopy_s = "20ms"\nundo_s = "10ms"')
@@ -110,8 +112,8 @@ BAD = {
     "text for a number": ("workers = 8", 'workers = "8"', "[cluster]: workers: input should be a valid integer, got '8'"),
     "a number out of range": ("workers = 8", "workers = 0", "workers must be at least 1 and at most"),
     "an unknown strategy": ('"relaunch"', '"pray"', "strategy must be one of rollback, forward, "),
-    "an update that is none": ("steps = 3600", 'steps = 3600\nupdate = "soon"', "update must be one of lazy, eager, got 'soon'"),
-    "an update of a model that is split": ("split =", 'model = "split", update = "eager", split =', "update eager needs a replicated model"),
+    "an overlap that is none": ("steps = 3600", 'steps = 3600\noverlap_optimizer = "soon"', "[job]: overlap_optimizer: input should be a valid boolean"),
+    "an update of a model that is split": ("split =", 'model = "split", overlap_optimizer = true, split =', "overlap_optimizer needs a replicated model"),
     "an unknown key of a strategy": ("split =", "spilt =", "[[strategies]] number 2 has no key 'spilt'; did you mean 'split'?"),
     "two of one name": ('"again"', '"relaunch"', "two strategies have the name 'relaunch'"),
     "an interval that is none": ('"2min"', '"often"', "[job]: save_every must be a number of steps, a time such as 20min, or one of best, "),

@@ -88,7 +88,7 @@ class Simulator:
         self._progress = Progress(None if job.steps is None else job.steps * self._workers)
         self._compute, self._sums = table.compute.tolist(), table.sums.tolist()
         self._exposed, self._undo = table.exposed.tolist(), ticks(costs.undo_s)
-        self._eager = job.update == "eager"
+        self._eager = job.overlap_optimizer
         self._regroup, self._weight = table.regroup.tolist(), table.weight.tolist()
         self._detect, self._save, self._behind = (
             ticks(costs.detect_s),

@@ -25,7 +25,7 @@ _WHERE = {
 
 __all__ = ["HoldfastCheckpointIO", "HoldfastEnvironment", "HoldfastFabricStrategy", "HoldfastStrategy"]
 
-__getattr__ = lazy(__name__, _WHERE, {})
+__getattr__ = lazy(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -92,7 +92,7 @@ class TrainingRun:
             position["epoch"],
             position["offset"],
             slices=position["slices"],
-            order=position.get("order", ""),  # older checkpoints have none
+            order=position["order"],
         )
 
     def batches(self, loader: Any) -> Iterator[Any]:

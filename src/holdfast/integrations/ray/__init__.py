@@ -28,4 +28,4 @@ __all__ = ["HoldfastTrainer", "Result", "RunConfig", "ScalingConfig", "TrainingF
 
 _TRAINER = "holdfast.integrations.ray.trainer"
 
-__getattr__ = lazy(__name__, {"HoldfastTrainer": _TRAINER, "Result": _TRAINER}, {})  # workers do not need them
+__getattr__ = lazy(__name__, {"HoldfastTrainer": _TRAINER, "Result": _TRAINER})  # workers do not need them

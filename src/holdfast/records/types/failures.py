@@ -69,7 +69,7 @@ class Recovered(Record):
         caught_up: Those of them that had followed the training before, so that only what differed was sent to them.
         held_s: Seconds for which newcomers kept the writer of this record from computing; 0 if none joined.
         orders: How often the writer carried out each action of the protocol in this recovery, by its name, such as
-            ``Revoke``, ``Agree``, ``Shrink``, ``Rehome``.
+            ``Revoke``, ``Agree``, ``Shrink``, ``MoveParts``.
         times_s: Total time of each action in seconds, including waiting for other workers.
     """
 

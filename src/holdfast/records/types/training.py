@@ -16,7 +16,7 @@ class RunStarted(Record):
     script without one. It knows neither the model nor a plan: the planned values, the buckets and the parameters are 0.
 
     ``link`` is the hash-chain link of the previous step (see :mod:`holdfast.integrity.hash_chain`):
-    :data:`holdfast.integrity.hash_chain.GENESIS` at the start of the chain, "" without a chain. ``kind`` is the
+    :data:`holdfast.integrity.hash_chain.GENESIS` at the start of the chain, "" without a chain. ``platform`` is the
     worker's platform, see :mod:`holdfast.state.platform`; it is not determined under ``torch.distributed``.
     ``given_up`` says how the platform of another worker, or of the loaded checkpoint's writer, differs, or "".
     """
@@ -34,9 +34,9 @@ class RunStarted(Record):
     samples_planned: int
     num_buckets: int
     parameters: int
-    update: str = "lazy"
+    overlap_optimizer: bool = False
     link: str = ""
-    kind: Mapping[str, str] = field(default_factory=dict)
+    platform: Mapping[str, str] = field(default_factory=dict)
     given_up: str = ""
 
 
@@ -148,7 +148,7 @@ class SlicesTried(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatedEagerly(Record):
+class OptimizerOverlapped(Record):
     """The cost at ``rank`` of updating buckets before their step's commit vote, over all of its training.
 
     Args:
@@ -194,7 +194,7 @@ class CheckpointSaved(Record):
         size_bytes: Its size.
         seconds: How long it blocked training.
         interval_s: Seconds until the next one is due, as chosen by ``--checkpoint-every auto``; 0 without that option.
-        new_bytes: How much of it was written; the rest it shares with an earlier checkpoint. 0 in records of earlier versions.
+        new_bytes: How much of it was written; the rest it shares with an earlier checkpoint.
     """
 
     path: str

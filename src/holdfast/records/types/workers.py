@@ -42,11 +42,11 @@ class WorkerRefused(Record):
 
     Args:
         why: How its platform differs, and what to do.
-        kind: Its platform, see :mod:`holdfast.state.platform`.
+        platform: Its platform, see :mod:`holdfast.state.platform`.
     """
 
     why: str
-    kind: Mapping[str, str]
+    platform: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from holdfast._lazy import lazy
 from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import ConfigError
 from holdfast_lab.inject.files.base import FileValues, InjectionTarget, explained
@@ -21,8 +20,6 @@ from holdfast_lab.inject.locate import HDF5_KINDS, Locate, locators
 from holdfast_lab.inject.locate.hdf5 import locate as locate_hdf5
 
 __all__ = ["InjectionTarget", "copied", "find", "opened"]
-
-__getattr__ = lazy(__name__, {}, {"Target": "InjectionTarget"})
 
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"

@@ -47,7 +47,7 @@ worker."""
 _STEPS = 64
 _EVENT_STEP = 30
 _CHECKPOINT_EVERY = 20
-_GIVE = ("Welcome", "Install")
+_GIVE = ("SendState", "AdoptState")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ ORDERS = {
     "agree_s": ("Agree",),
     "shrink_s": ("Shrink",),
     "share_s": ("ShareProgress",),
-    "transfer_s": ("Rehome", "Settle", "HandOver"),
+    "transfer_s": ("MoveParts", "AdoptPlacement", "HandOver"),
     "load_s": ("LoadCheckpoint",),
 }
 """Columns of times, and the protocol orders whose times they add up."""

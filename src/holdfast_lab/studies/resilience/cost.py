@@ -127,7 +127,7 @@ def _scenario(
         split="even",
         batch=case.batch,
         buckets=_BUCKETS,
-        update=update,
+        overlap_optimizer=update == "eager",
     )
     return Scenario(Cluster(workers=case.workers), job, costs, failures)
 

@@ -54,7 +54,7 @@ class RealRun:
     def words(self, folder: Path, seed: int) -> list[str]:
         """Return the command line after ``holdfast run``."""
         words = ["-n", WORKERS, "--slices", WORKERS, "--seed", seed, "--no-page", "--report", folder / "report"]
-        words += ["--strategy", self.strategy or ROLLBACK, "--update", self.update]
+        words += ["--strategy", self.strategy or ROLLBACK, *["--overlap-optimizer"] * (self.update == EAGER)]
         if self.strategy:
             where = f",phase=allreduce,bucket={self.averaged - 1}" if self.averaged else ""
             words += ["--inject", f"kill:rank={KILLED},step={STEP}{where}"]
@@ -90,7 +90,7 @@ def measure(real: RealRun, seed: int, repetition: int) -> list[Row]:
         events = [json.loads(line) for line in (folder / "report" / "events.jsonl").read_text().splitlines()]
         costs = {f"cost_{key}": one.value for key, one in read_measured(folder / "report").costs.items()}
     if real.update == EAGER:
-        undone, copies = ([worker[name] for worker in report["eager"]] for name in ("undone", "copy_bytes"))
+        undone, copies = ([worker[name] for worker in report["optimizer_overlap"]] for name in ("undone", "copy_bytes"))
         costs |= {"undone": sum(undone), "copy_bytes": max(copies)}
         if real.strategy in TAKEN_BACK and not sum(undone):
             return [
@@ -135,7 +135,7 @@ def compare(rows: Sequence[Row], seed: int) -> list[Row]:
     The simulator takes its costs from runs with other seeds if there are any.
     """
     known = [row for row in rows if row["part"] == "real" and row["status"] == MEASURED]
-    runs: list[Row] = [{"update": LAZY, **row} for row in known]  # older rows lack it
+    runs: list[Row] = list(known)
     undisturbed = {row["repetition"]: row for row in runs if not row["strategy"] and row["update"] == LAZY}
     points = []
     for row in runs:

@@ -83,7 +83,6 @@ class Resilience:
                 for real in reals:
                     run = partial(_measure, real, options.seed, repetition)
                     tasks.append(Task(f"real: {real.name}, {repetition}", run))
-            # A new name, so that a resumed study of an older version computes this task again.
             tasks.append(Task("real: all compared", partial(compare, seed=options.seed), derived=True))
         return tasks
 

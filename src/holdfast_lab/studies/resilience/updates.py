@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from holdfast_lab.simulate.job import UPDATES
 from holdfast_lab.studies.base import Row
 from holdfast_lab.studies.resilience.cases import (
     FORWARD,
@@ -24,7 +23,7 @@ from holdfast_lab.studies.resilience.cases import (
 from holdfast_lab.studies.resilience.cost import STATED, simulated
 from holdfast_lab.studies.resilience.training import fresh
 
-LAZY, EAGER = UPDATES
+LAZY, EAGER = "lazy", "eager"
 SIMULATED = "simulated"
 EVERY = 5
 """Steps between two checkpoints."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from holdfast._lazy import lazy
 from holdfast.errors import ConfigError
 from holdfast_lab.workloads.data.base import DataMissing, Dataset, DatasetPart, Kind, first
 from holdfast_lab.workloads.data.documents import Documents, generated_documents, newsgroups, reuters
@@ -51,8 +50,6 @@ __all__ = [
     "reuters",
     "shakespeare",
 ]
-
-__getattr__ = lazy(__name__, {}, {"Part": "DatasetPart"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ built without the other stages, with the same weights as in the whole network.
 
 from __future__ import annotations
 
-from holdfast._lazy import lazy
 from holdfast_lab.workloads.models.blocks import Block, NetworkLayout, build
 from holdfast_lab.workloads.models.catalog import IMAGE_MODELS, MODELS, layout, make_model
 from holdfast_lab.workloads.models.layers import layers_of, loss_of
@@ -26,5 +25,3 @@ __all__ = [
     "split",
     "stages",
 ]
-
-__getattr__ = lazy(__name__, {}, {"Layout": "NetworkLayout"})
