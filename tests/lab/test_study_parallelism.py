@@ -37,14 +37,14 @@ def outcome(*, lost: bool = False, steps: int = 8, failed: str = "", **said: Any
         "decision": "redo",
         "detect_s": 0.25,
         "recover_s": 0.75,
-        "orders": {"Revoke": 1, "Agree": 4, "Shrink": 1, "ShareProgress": 1, "Rehome": 1, "Settle": 1},
+        "orders": {"Revoke": 1, "Agree": 4, "Shrink": 1, "ShareProgress": 1, "MoveParts": 1, "AdoptPlacement": 1},
         "times_s": {
             "Revoke": 0.01,
             "Agree": 0.02,
             "Shrink": 0.03,
             "ShareProgress": 0.04,
-            "Rehome": 0.5,
-            "Settle": 0.25,
+            "MoveParts": 0.5,
+            "AdoptPlacement": 0.25,
         },
     }
     samples = {"planned": 256, "committed": 256, "lost": 0, "repeated": 0}
@@ -246,9 +246,9 @@ def elastic(*known: dict[str, Any], **changes: Any) -> dict[str, Any]:
             "lost": [],
             "joined": [2],
             "t_s": 4.0,
-            "times_s": {"Welcome": 0.5, "Install": 0.25},
+            "times_s": {"SendState": 0.5, "AdoptState": 0.25},
         }
-        ended.events.extend([{**came, "rank": 0}, {**came, "rank": 2, "times_s": {"Welcome": 9.0}}])
+        ended.events.extend([{**came, "rank": 0}, {**came, "rank": 2, "times_s": {"SendState": 9.0}}])
         ended.report["joined"] = [
             {"rank": 2 + n, "step": step, "t_s": 4.0 + n, "held_s": 1.0} for n, step in enumerate((5, 5, 6))
         ]

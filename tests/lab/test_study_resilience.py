@@ -303,7 +303,7 @@ def test_what_a_kill_costs_is_read_from_the_steps_around_it():
 
 def test_a_real_run_is_held_against_the_undisturbed_one_of_its_seed_and_predicted_from_others():
     clean, struck = ({"part": "real", "status": MEASURED, "workers": 4, "averaged": 0, "step_s": 0.01, "decisions": "redo",
-                      "strategy": strategy, "happens": strategy, "count": 1} for strategy in ("", ROLLBACK))  # fmt: skip
+                      "strategy": strategy, "happens": strategy, "count": 1, "update": LAZY} for strategy in ("", ROLLBACK))  # fmt: skip
     rows = [row | {"repetition": r, "accuracy": 80.0 + r - 2 * bool(row["strategy"]), "sha256": f"{r}"}
             for r in (0, 1) for row in (clean, struck)]  # fmt: skip
     rows = [row | {"overhead_percent": 9.0, "cost_detect_s": 0.1 * (1 + row["repetition"])} for row in rows]
@@ -324,7 +324,7 @@ def test_eager_runs_are_held_against_lazy_ones_and_predicted_from_their_own_cost
         "accuracy": 80.0,
         "step_s": 0.01,
     }
-    calm = about | {"strategy": "", "happens": "nothing", "averaged": 0, "count": 0}
+    calm = about | {"strategy": "", "happens": "nothing", "averaged": 0, "count": 0, "update": LAZY}
     struck = about | {"strategy": ROLLBACK, "averaged": 2, "buckets": 4, "count": 1, "overhead_percent": 9.0}
     lazy = struck | {"happens": "lazy", "sha256": "a", "update": LAZY, "cost_detect_s": 0.1}
     eager = struck | {

@@ -32,7 +32,7 @@ seconds = st.floats(0, 20)
 @st.composite
 def recovered(draw):
     decision = draw(st.sampled_from(["redo", "continue", "load", "reinit", "heal", "grow", "stop"]))
-    times_s = draw(st.dictionaries(st.sampled_from(["Agree", "Shrink", "LoadCheckpoint", "Welcome"]), seconds))
+    times_s = draw(st.dictionaries(st.sampled_from(["Agree", "Shrink", "LoadCheckpoint", "SendState"]), seconds))
     numbers = {"redone_steps": draw(st.integers(0, 3)), "generation": draw(st.integers(1, 4))}
     return Recovered, {
         "lost": (2,), "survivors": (0, 1), "decision": decision, "held_s": draw(seconds), "times_s": times_s, **numbers

@@ -64,7 +64,7 @@ def test_a_worker_that_hangs_is_a_stall_until_it_is_killed():
     hang = FaultFired(t_s=10.2, rank=2, step=1, fault=0, kind="hang", phase="forward")
     fenced = WorkerFenced(t_s=15.2, rank=2, step=1, silent_s=5.0, reason="")
     seen = FailureSeen(t_s=15.3, rank=0, step=1, phase="allreduce")
-    times_s = {"Agree": 0.3, "Shrink": 0.1, "Welcome": 0.1}
+    times_s = {"Agree": 0.3, "Shrink": 0.1, "SendState": 0.1}
     records = [started(9.0), committed(10.0, 0), hang, fenced, seen, recovered(15.8, 1, times_s=times_s)]
     records += [committed(16.8, 1)]
 
@@ -120,7 +120,7 @@ def test_of_old_steps_those_that_a_restart_may_go_back_to_are_kept(monkeypatch):
 
 def test_newcomers_hold_training():
     joins = {"lost": (), "joined": (2,), "survivors": (0, 1, 2), "redone_steps": 0, "held_s": 0.5}
-    grown = recovered(1.6, 1, decision="grow", times_s={"Welcome": 0.2}, **joins)
+    grown = recovered(1.6, 1, decision="grow", times_s={"SendState": 0.2}, **joins)
     records = [started(0.0), committed(1.0, 0), grown, committed(2.6, 1)]
 
     assert uses(records, 2.6) == {"useful": 2.1, "agreement": 0.3, "state_transfer": 0.2}

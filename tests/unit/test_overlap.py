@@ -52,7 +52,7 @@ class Branches(nn.Module):
         return self.last(self.rare(x) if rarely else x)
 
 
-def train_branches(kind, *, update, **settings):
+def train_branches(kind, *, overlap_optimizer=False, **settings):
     """Train; return the session, and the sha256 of all of its state."""
     torch.manual_seed(0)
     model = Branches()
@@ -60,7 +60,12 @@ def train_branches(kind, *, update, **settings):
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
     schedule = optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     session = holdfast.Session(
-        model, optimizer, scheduler=schedule, update=update, bucket_bytes=600, **({"workers": 3} | settings)
+        model,
+        optimizer,
+        scheduler=schedule,
+        overlap_optimizer=overlap_optimizer,
+        bucket_bytes=600,
+        **({"workers": 3} | settings),
     )
     for step in session.steps(TensorDataset(x, (x.sum(1) > 0).long()), 8):
         for a, b in step:
@@ -70,7 +75,7 @@ def train_branches(kind, *, update, **settings):
 
 @functools.cache
 def undisturbed(kind):
-    return train_branches(kind, update="lazy")[1]
+    return train_branches(kind)[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +106,7 @@ def test_forward_keeps_the_updates_of_what_was_summed():
 
     session, bits = train_branches("momentum", overlap_optimizer=True, **faults)
 
-    assert bits == train_branches("momentum", update="lazy", **faults)[1]
+    assert bits == train_branches("momentum", **faults)[1]
     assert session._trainable.overlapped.spent.undone == 0
 
 
@@ -110,7 +115,7 @@ def test_workers_with_weights_of_their_own_have_the_same_bits_too():
 
     session, bits = train_branches("momentum", overlap_optimizer=True, guard="warn", faults=faults)
 
-    other, expected = train_branches("momentum", update="lazy", guard="warn", faults=faults)
+    other, expected = train_branches("momentum", guard="warn", faults=faults)
     assert bits == expected
     sha256s = [s._trainable.sha256s((0, 1, 2)) for s in (session, other)]
     assert sha256s[0] == sha256s[1]

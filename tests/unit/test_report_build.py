@@ -160,14 +160,14 @@ def test_an_injected_kill_counts_from_the_fault():
 
 def test_a_failure_says_what_the_survivors_did_and_what_the_slowest_took():
     done = {"orders": {"Revoke": 1, "Agree": 3}, "times_s": {"Revoke": 0.1, "Agree": 0.2}}
-    told = {"orders": {"Agree": 2, "Rehome": 1}, "times_s": {"Agree": 0.7, "Rehome": 0.5}}
+    told = {"orders": {"Agree": 2, "MoveParts": 1}, "times_s": {"Agree": 0.7, "MoveParts": 0.5}}
     quiet = [r for r in one_kill() if not isinstance(r, Recovered)]
     said = [recovered(1.57, rank, 5, (1,), (0, 2, 3), **more) for rank, more in ((0, done), (2, told), (3, told))]
 
     (failure,) = report_of([*quiet, *said])["failures"]
 
-    assert failure["orders"] == {"Revoke": 1, "Agree": 3, "Rehome": 1}
-    assert failure["times_s"] == {"Revoke": 0.1, "Agree": 0.7, "Rehome": 0.5}
+    assert failure["orders"] == {"Revoke": 1, "Agree": 3, "MoveParts": 1}
+    assert failure["times_s"] == {"Revoke": 0.1, "Agree": 0.7, "MoveParts": 0.5}
 
 
 def test_the_pace_leaves_out_the_step_that_was_disturbed():
