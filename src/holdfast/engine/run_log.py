@@ -14,7 +14,6 @@ from holdfast.data.ledger import SampleCounts
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
 from holdfast.integrity.certified import ChainLink, HashedState
-from holdfast.models.slice_batching import BatchingTrial
 from holdfast.orders import base_of
 from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.types import (
@@ -28,7 +27,6 @@ from holdfast.records.types import (
     Reinitialised,
     RunStarted,
     SamplesLost,
-    SlicesTried,
     StateHashed,
     StepCommitted,
 )
@@ -156,14 +154,6 @@ class RunLog:
             for record in self._last_step:
                 self.write(record)
             self._last_step = []
-
-    def slices_tried(self, tried: BatchingTrial) -> None:
-        """It is now known whether slices of certain sizes can be batched into one pass."""
-        self.write(
-            SlicesTried(
-                samples=tried.sizes, why_not=tried.why_not, at_once_s=tried.at_once_s, one_by_one_s=tried.one_by_one_s
-            )
-        )
 
     def media(self, step: int, name: str, media: Media) -> None:
         """The script logged an image or a histogram; recorded before the commit vote, so that a committed step has it."""

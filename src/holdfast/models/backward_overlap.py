@@ -13,16 +13,13 @@ early, because the order of the buckets is the same; each decides for itself, an
 
 A begun all-reduce reads gradients. If one of them changes afterwards (the script clips the gradients of a slice, a second
 backward pass adds to them, the slice is computed again for want of memory), all workers must discard the step. So the
-first step of a training loop only *looks* whether that happens, and if so the overlap stays off. Where all slices are
-computed in one pass (``step.compute``), no script runs after its first gradient, and nothing has to be looked at.
+first step of a training loop only *looks* whether that happens, and if so the overlap stays off.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-
-from torch import nn
+from collections.abc import Callable, Iterator
 
 from holdfast.comm import OrderedAllReduce
 from holdfast.comm.base import ThreadChange
@@ -82,15 +79,11 @@ class BackwardOverlap:
         assert isinstance(job.comm, ThreadChange), why_never(job, part)
         self._thread = AllReduceThread(job.comm)
         self._buckets.has_versions = True
-        self._places = {
-            p.parameter: (b, i) for b, layout in enumerate(self._buckets.layouts) for i, p in enumerate(layout.places)
-        }
-        """The bucket of each parameter, and its place there."""
         self._why_off = ""
         self._has_looked = False
         self._watches = self._begins = False
         self._reduce: Reduce | None = None
-        self._terms: Sequence[SliceGradients] = ()
+        self._terms: SliceGradients | None = None
         self._missing: list[set[int]] = []
         self._versions: list[list[int]] = []
         self._changed = False
@@ -102,7 +95,7 @@ class BackwardOverlap:
 
     def begin_step(self) -> None:
         """Begin an attempt at a step, when nothing is under way."""
-        self._versions, self._changed, self._terms = [], False, ()
+        self._versions, self._changed, self._terms = [], False, None
         is_known = self._total.is_set_up
         self._watches = (
             not self._why_off
@@ -118,7 +111,7 @@ class BackwardOverlap:
             yield
             return
         self._changed = self._changed or bool(self._versions)  # the slice is computed once more
-        self._terms, self._reduce = [terms], reduce
+        self._terms, self._reduce = terms, reduce
         self._missing = [set(range(len(layout.places))) for layout in self._buckets.layouts[:-1]]
         self._buckets.tells = self._note  # gradients are told of in this pass alone
         self._buckets.aim(terms)
@@ -126,37 +119,6 @@ class BackwardOverlap:
             yield
         finally:
             self._missing, self._reduce, self._buckets.tells = [], None, None
-
-    @contextlib.contextmanager
-    def watching_batch(
-        self, terms: Sequence[SliceGradients], reduce: Reduce
-    ) -> Iterator[Callable[[nn.Parameter], None] | None]:
-        """Within this context all slices of the step are computed in one pass.
-
-        Yields what is to be called with each parameter whose gradients are in all ``terms``; None if nothing can begin.
-        No script runs in this pass after the first gradient, so none has to be looked at first.
-        """
-        if not self._watches or not self._total.is_set_up:
-            yield None
-            return
-        self._terms, self._reduce, self._begins = terms, reduce, True
-        self._missing = [set(range(len(layout.places))) for layout in self._buckets.layouts[:-1]]
-        try:
-            yield lambda parameter: self._note(*self._places[parameter])
-        except BaseException:
-            self._changed = True
-            raise
-        finally:
-            self._missing, self._reduce, self._terms = [], None, ()
-
-    @property
-    def num_begun(self) -> int:
-        """Number of buckets that are begun, and not counted."""
-        return self._thread.num_begun
-
-    def note_failed_batch(self) -> None:
-        """Note that the pass over all slices is not valid: what it has begun fails the step."""
-        self._changed = self._changed or bool(self._versions)
 
     def _note(self, bucket: int, i: int) -> None:
         """Note that a gradient is complete; begin the buckets that are, in order."""
@@ -169,17 +131,17 @@ class BackwardOverlap:
 
     def _begin(self, bucket: int) -> None:
         assert self._reduce is not None
-        self._versions.append(self._terms[-1].versions(bucket))
+        assert self._terms is not None
+        self._versions.append(self._terms.versions(bucket))
         if self._begins and not self._changed:
-            for terms in self._terms:
-                self._buckets.note_presence(terms, bucket)
+            self._buckets.note_presence(self._terms, bucket)
             reduce = self._reduce
             self._thread.begin(lambda: reduce(bucket))
 
     def end_slice(self) -> int:
         """Return how many buckets are begun at the end of the last slice, before its gradients are collected."""
-        watched, self._terms = self._terms, ()
-        for terms in watched:
+        terms, self._terms = self._terms, None
+        if terms is not None:
             self._changed = self._changed or any(
                 self._buckets.has_changed(terms, bucket, versions) for bucket, versions in enumerate(self._versions)
             )

@@ -1,12 +1,11 @@
-"""Computes slices with the complete model, one by one or batched, and all-reduces their gradients."""
+"""Computes slices with the complete model, one by one, and all-reduces their gradients."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,16 +13,14 @@ import torch
 
 from holdfast.comm.allreduce.adding import SINGLE_ROWS, RowPlan, plan_rows
 from holdfast.data.plan import MiniBatch
-from holdfast.data.seeds import seed_slice
 from holdfast.device_errors import DeviceFailure, classify
 from holdfast.engine.flips import NOT_WATCHED, flip_outputs
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.backward_overlap import BackwardOverlap, why_never
-from holdfast.models.loss import Forward, Loss, checked, on_device
+from holdfast.models.loss import on_device
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import BucketReducer, ReducedBucket
 from holdfast.models.runner import Runner, StepContext
-from holdfast.models.slice_batching import BatchingTrial, Slice, SliceBatching, has_bits
 from holdfast.models.trainable import Trainable
 from holdfast.recovery.registry import strategy_class
 from holdfast.session.media import Histogram, Image
@@ -40,13 +37,9 @@ class SliceRunner(Runner):
         self._room = context.total.room
         part.buckets.copies = context.total.start_copy
         self._reducer = BucketReducer(context.total, part, context.job.faults, context.job.altered)
-        self._at_once = SliceBatching(part, context.job.clock)
-        self._loaded: dict[int, Any] = {}
-        self._moves_inputs = False
         self._watched = NOT_WATCHED
         self._overlap = self._make_overlap()
         self._last = -1
-        self._begun = 0
         self._planned: tuple[dict[int, int], RowPlan] = ({}, SINGLE_ROWS)
 
     def _make_overlap(self) -> BackwardOverlap | None:
@@ -64,7 +57,6 @@ class SliceRunner(Runner):
             self._overlap.close()
 
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
-        self._loaded = {}
         self._last = slices[-1] if slices else -1
         self._part.gradients.plan = self._plan_rows(batch)
         keeps_terms = strategy_class(self._job.live.strategy).continues_steps
@@ -100,15 +92,14 @@ class SliceRunner(Runner):
         self._enter(owner)
         self._part.gradients.begin_slice(number, self._room, is_first=number == min(batch.owners))
         self._watched = flip_outputs(self._part.model, faults.flips("activations", batch.step, owner), faults)
-        inputs = self._inputs(batch, number)
-        return on_device(inputs, self._part.device) if self._moves_inputs else inputs
+        return self._inputs(batch, number)
+
+    def on_device(self, inputs: Any) -> Any:
+        """Return inputs on the model's device, for ``step.compute``."""
+        return on_device(inputs, self._part.device)
 
     def _inputs(self, batch: MiniBatch, number: int) -> Any:
-        seed = self._context.position.plan.seed
-        if number not in self._loaded:
-            return self._context.loading(seed, batch, number)
-        seed_slice(seed, batch.step, number)
-        return self._loaded.pop(number)
+        return self._context.loading(self._context.position.plan.seed, batch, number)
 
     def backward(
         self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True, items: float | None = None
@@ -132,7 +123,7 @@ class SliceRunner(Runner):
 
     def _overlapping(self, batch: MiniBatch, number: int, *, is_only: bool) -> AbstractContextManager[None]:
         """Return the context for the backward pass of a slice: the last one begins all-reduces."""
-        if self._overlap is None or number != self._last or not is_only or self._part.gradients.adds_later:
+        if self._overlap is None or number != self._last or not is_only:
             return nullcontext()
         gradients = self._part.gradients
         owners, (rows, added) = self._owners(batch), gradients.rows_after(number)
@@ -152,8 +143,7 @@ class SliceRunner(Runner):
         self._part.gradients.end_slice(number, metrics, len(batch.slices[number]), begun, items)
         self._watched.close()
         self._end(batch, number, metrics)
-        if not self._part.gradients.adds_later:
-            self._part.gradients.add_up(number, begun)
+        self._part.gradients.add_up(number, begun)
 
     def give_nothing(self, batch: MiniBatch, slices: Sequence[int]) -> None:
         gradients = self._part.gradients
@@ -202,99 +192,6 @@ class SliceRunner(Runner):
         for due in self._job.faults.flips("gradients", batch.step, batch.owners[number]):
             self._job.faults.carry_out(due, gradients.of_slice(number))
             gradients.restart_copies(number)
-
-    # -- slice batching
-
-    @contextlib.contextmanager
-    def at_once(
-        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
-    ) -> Iterator[Collection[int]]:
-        """Compute slices in one pass if that is known to be bit-identical; yield those that are computed, all or none.
-
-        During the trials both are computed: the batch first, then one by one within this context, and compared. Inputs
-        are moved to the device of the model.
-        """
-        self._moves_inputs = True
-        try:
-            with self._tried_at_once(batch, numbers, forward, loss) as done:
-                yield done
-            if self._part.gradients.adds_later:
-                self._part.gradients.add_up_all(numbers, self._begun)
-        finally:
-            self._moves_inputs = self._part.gradients.adds_later = False
-
-    @contextlib.contextmanager
-    def _tried_at_once(
-        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
-    ) -> Iterator[Collection[int]]:
-        if not self._may_go_at_once(batch, numbers):
-            yield ()
-            return
-        tried = self._at_once.tried([len(batch.slices[number]) for number in numbers])
-        is_known = tried.is_over
-        slices = [] if tried.why_not else self._load(batch, numbers)
-        self._part.gradients.adds_later = bool(slices)
-        is_made = bool(slices) and self._compute_at_once(batch, tried, slices, forward, loss)
-        if is_made and is_known:
-            self._loaded = {}
-            for slice_ in slices:
-                self._part.gradients.note(slice_.number, slice_.terms)
-                self._end(batch, slice_.number, slice_.figures)
-            yield numbers
-            return
-        copies = [[flat.clone() for flat in slice_.terms.flat] for slice_ in slices if is_made]
-        begun_s = self._at_once.now_s(tried)
-        yield ()
-        if is_made:
-            took_s = self._at_once.now_s(tried) - begun_s
-            tried.add(self._at_once.took_s, took_s, same=all(map(has_bits, slices, copies)))
-        if tried.is_over and tried.told != tried.why_not:
-            tried.told = tried.why_not
-            self._context.log.slices_tried(tried)
-
-    def _compute_at_once(
-        self, batch: MiniBatch, tried: BatchingTrial, slices: Sequence[Slice], forward: Forward, loss: Loss
-    ) -> bool:
-        """Compute slices in one pass, and begin the all-reduces of their buckets once the outcome of the trials is known."""
-        gradients, overlap = self._part.gradients, self._overlap
-        self._begun = 0
-        if overlap is None or not tried.is_over or slices[-1].number != self._last:
-            return self._at_once.compute(tried, slices, forward, loss)
-        owners, later = self._owners(batch), gradients.plan_later({each.number: each.terms for each in slices})
-
-        def reduce(bucket: int) -> ReducedBucket:
-            gradients.add_later(later, [bucket])
-            return self._reduce(batch, bucket, owners, list(later.terms))
-
-        with overlap.watching_batch([each.terms for each in slices], reduce) as written:
-            is_made = self._at_once.compute(tried, slices, forward, loss, written, lambda: overlap.num_begun)
-        self._begun = overlap.num_begun
-        if not is_made:
-            overlap.note_failed_batch()
-        return is_made
-
-    def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
-        """Return whether no planned fault affects a single slice."""
-        faults, owners = self._job.faults, {batch.owners[number] for number in numbers}
-        strikes = any(
-            faults.waits_for("backward", batch.step, rank) or faults.flips("activations", batch.step, rank)
-            for rank in owners
-        )
-        return len(numbers) > 1 and not strikes and not self._part.own.differ
-
-    def _load(self, batch: MiniBatch, numbers: Sequence[int]) -> list[Slice]:
-        """Return slices with their inputs, which are kept for computing them one by one."""
-        gradients = self._part.gradients
-        device = self._part.device
-        self._loaded = {number: on_device(checked(self._inputs(batch, number)), device) for number in numbers}
-        self._job.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
-        gradients.begin_slice(numbers[0], self._room, is_first=numbers[0] == min(batch.owners))
-        first = len(gradients.terms)
-        rows = [gradients.row(first + i, self._room) for i in range(len(numbers))]
-        return [
-            Slice(number, inputs, len(batch.slices[number]), terms)
-            for (number, inputs), terms in zip(self._loaded.items(), rows, strict=True)
-        ]
 
     # -- all-reduces
 

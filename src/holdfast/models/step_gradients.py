@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,15 +14,6 @@ from holdfast.torch_private import scale_each
 
 Room = Callable[[int], torch.Tensor]
 """Returns the memory of the first, second, ... local slice of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaterAdditions:
-    """What is left to do with rows: those to add up, then those to move, and the rows that are left."""
-
-    terms: Mapping[int, SliceGradients]
-    additions: Sequence[Sequence[SliceGradients]]
-    moves: Sequence[tuple[SliceGradients, SliceGradients]]
 
 
 class StepGradients:
@@ -38,8 +28,6 @@ class StepGradients:
         self._apart: SliceGradients | None = None
         self.current: SliceGradients
         """The terms of the slice that is being computed."""
-        self.adds_later = False
-        """Whether all slices are computed before the first addition, each in a row of its own."""
         self.plan: RowPlan = SINGLE_ROWS
         """Which slices share a row; set before the first slice."""
         self.num_slices = 0
@@ -69,7 +57,7 @@ class StepGradients:
 
     def _terms_of(self, number: int, room: Room) -> SliceGradients:
         """Return the terms of the next slice: a row, unless it will be added to the newest row when it is complete."""
-        if self.adds_later or not self.plan.additions.get(number):
+        if not self.plan.additions.get(number):
             return self.next_terms(room)
         self._apart = self._apart or self._buckets.terms_apart()
         self._apart.let_go()
@@ -77,13 +65,10 @@ class StepGradients:
 
     def next_terms(self, room: Room) -> SliceGradients:
         """Return the memory for the terms of the next local slice."""
-        return self.row(len(self.terms), room)
-
-    def row(self, number: int, room: Room) -> SliceGradients:
-        """Return the memory for the terms of the ``number``-th local slice of the step, from 0."""
-        while len(self._rows) <= number:
-            self._rows.append(self._buckets.terms_in(room(len(self._rows)), len(self._rows)))
-        return self._rows[number]
+        place = len(self.terms)
+        if len(self._rows) == place:
+            self._rows.append(self._buckets.terms_in(room(place), place))
+        return self._rows[place]
 
     def end_slice(
         self,
@@ -98,14 +83,10 @@ class StepGradients:
         The all-reduces of the first ``begun`` buckets have begun. The loss is a mean over ``items``, if they are given.
         """
         self._buckets.put(self.current, metrics, samples, begun, items)
-        self.note(number, self.current)
-
-    def note(self, number: int, terms: SliceGradients) -> None:
-        """Keep the complete terms of a slice."""
-        self.terms[number] = terms
+        self.terms[number] = self.current
         self.num_slices += 1
         if number not in self.plan.first_of:
-            self._buckets.start_copies(terms)
+            self._buckets.start_copies(self.current)
 
     def of_slice(self, number: int) -> dict[str, torch.Tensor]:
         """Return the gradients of the slice computed last, by name, before they are added to others."""
@@ -136,40 +117,6 @@ class StepGradients:
                 self._apart.let_go()
         if number in self.plan.last:
             self._buckets.restart_copies(next(reversed(self.terms.values())))
-
-    def plan_later(self, computed: Mapping[int, SliceGradients]) -> LaterAdditions:
-        """Return what is left to do once all ``computed`` slices are in rows of their own, the last ones of the step."""
-        terms = {n: row for n, row in self.terms.items() if n not in computed}
-        additions = []
-        for number, row in computed.items():
-            terms[number] = row
-            if times := self.plan.additions.get(number, 0):
-                additions.append(list(terms.values())[-1 - times :])
-                for _ in range(times):
-                    terms.popitem()
-        # Other workers expect the rows one after another.
-        moves = [(row, self._rows[place]) for place, row in enumerate(terms.values()) if row.row != place]
-        return LaterAdditions(dict(zip(terms, self._rows, strict=False)), additions, moves)
-
-    def add_later(self, later: LaterAdditions, buckets: Sequence[int]) -> None:
-        """Carry out ``later`` for some buckets."""
-        for rows in later.additions:
-            self._buckets.add_up(rows, buckets)
-        for source, to in later.moves:
-            self._buckets.move(source, to, buckets)
-
-    def add_up_all(self, numbers: Sequence[int], begun: int = 0) -> None:
-        """Add the rows of slices that were all computed before the first addition, in rows of their own.
-
-        The all-reduces of the first ``begun`` buckets have begun, and do so themselves.
-        """
-        later = self.plan_later({number: self.terms[number] for number in numbers})
-        self.add_later(later, range(begun, len(self._buckets)))
-        moved = [to for _, to in later.moves]
-        self.terms = dict(later.terms)
-        for number, row in self.terms.items():
-            if number in self.plan.first_of or any(row is to for to in moved):
-                self._buckets.restart_copies(row)
 
     def given(self) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield for each computed slice the data that reveals a wrong one: its first bucket, and its metrics."""

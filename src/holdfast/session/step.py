@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
@@ -37,9 +36,7 @@ class _SliceWork(_StepWork, Protocol):
     def between_slices(self, batch: MiniBatch) -> None: ...
     def log_media(self, batch: MiniBatch, number: int, name: str, media: Image | Histogram) -> None: ...
     def free_memory(self, error: RuntimeError, batch: MiniBatch, number: int) -> bool: ...
-    def at_once(
-        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
-    ) -> AbstractContextManager[Collection[int]]: ...
+    def on_device(self, inputs: Any) -> Any: ...
 
 
 class _UncountedWork(Protocol):
@@ -54,10 +51,6 @@ class _StagedWork(_StepWork, Protocol):
 
     def compute(self, batch: MiniBatch) -> None: ...
     def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]: ...
-
-
-ONE_BY_ONE: AbstractContextManager[Collection[int]] = nullcontext(())
-"""Result of ``at_once`` where slices are not batched: no slice is computed yet."""
 
 
 class Step:
@@ -274,18 +267,12 @@ class Step:
             self._metrics[name] = value
 
     def compute(self, forward: Forward, loss: Loss) -> None:
-        """Compute all slices of this worker: the loop over the step in one call, and faster where slices are small.
+        """Compute all slices of this worker: the loop over the step in one call, with inputs moved to the model's device.
 
         ::
 
             for step in session.steps(dataset, batch_size=128, epochs=3):
                 step.compute(model, F.cross_entropy)
-
-        Slices are batched into one forward/backward pass if that gives each slice the bits of a separate pass. To find
-        out, the first steps are computed both ways; :class:`~holdfast.records.types.SlicesTried` records the outcome.
-        Candidates are models in which each row of the output depends on one sample only, no random numbers are drawn,
-        and all parameters belong to an ``nn.Linear``, ``nn.LayerNorm`` or ``nn.Embedding``; otherwise slices run one by
-        one. A batched pass needs the memory of all slices together; loop over the step where that is too much.
 
         Args:
             forward: The model, or a function that calls it; receives the first item of a batch, on the model's device.
@@ -297,11 +284,9 @@ class Step:
         """
         if self._current >= 0:
             raise ScriptError("step.compute computes all slices: call it instead of `for ... in step`")
-        with self._work.at_once(self._batch, tuple(self._pending), forward, loss) as done:
-            self._pending = [number for number in self._pending if number not in done]
-            while self._pending:
-                self._compute_slice(forward, loss)
-            self.end()
+        while self._pending:
+            self._compute_slice(forward, loss)
+        self.end()
 
     def _compute_slice(self, forward: Forward, loss: Loss) -> None:
         """Compute the next slice, once more if its device runs out of memory: it may hold memory that nothing needs."""
@@ -316,7 +301,7 @@ class Step:
         self._try_slice(forward, loss)
 
     def _try_slice(self, forward: Forward, loss: Loss) -> None:
-        first, *targets = checked(self.begin_slice())
+        first, *targets = checked(self._work.on_device(self.begin_slice()))
         value, more = loss_of(loss, forward(first), targets)
         self.backward(value)
         self.log(**more)

@@ -23,7 +23,6 @@ from holdfast.records.types.training import (
     OptimizerOverlapped,
     RunStarted,
     SettingChanged,
-    SlicesTried,
     StateHashed,
     StepCommitted,
 )
@@ -74,7 +73,6 @@ __all__ = [
     "SeatTaken",
     "SeatsFilled",
     "SettingChanged",
-    "SlicesTried",
     "StateHashed",
     "StepCommitted",
     "StragglerSeen",

@@ -131,23 +131,6 @@ class StateHashed(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlicesTried(Record):
-    """Whether ``rank`` can batch a step's slices in one pass is known; see :meth:`holdfast.session.step.Step.compute`.
-
-    Args:
-        samples: Samples of each slice.
-        why_not: Why they are computed one by one; "" if they are batched from now on, as results stay bit-identical.
-        at_once_s: Shortest time batched, over the steps that were computed in both ways; 0 if batching was impossible.
-        one_by_one_s: Shortest time one by one.
-    """
-
-    samples: tuple[int, ...]
-    why_not: str
-    at_once_s: float
-    one_by_one_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOverlapped(Record):
     """The cost at ``rank`` of updating buckets before their step's commit vote, over all of its training.
 
