@@ -20,7 +20,7 @@ DRAW = $(shell git log -1 --format=%ct 2>/dev/null || date +%Y%m%d)
 TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_backend.py \
 	tests/chaos/test_ddp.py::test_every_kind_of_reducer_goes_on tests/chaos/test_seats.py::test_a_newcomer_takes_the_seat_of_a_killed_rank tests/chaos/test_exact_gloo.py::test_killed_workers_change_no_bit \
 	tests/chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit tests/property/test_exact_virtual.py \
-	tests/unit/test_slice_batching.py tests/unit/test_ordered_add.py tests/unit/test_checkpoint_importers.py tests/unit/test_platform.py tests/unit/test_torch_private.py
+	tests/unit/test_ordered_add.py tests/unit/test_checkpoint_importers.py tests/unit/test_platform.py tests/unit/test_torch_private.py
 
 # What people train with, in the versions that the tests were written for.
 FRAMEWORKS := accelerate==1.15.0 transformers==5.24.0 lightning==2.6.6 datasets==5.2.0 webdataset==1.0.2 torchdata==0.11.0

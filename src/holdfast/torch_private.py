@@ -39,7 +39,6 @@ __all__ = [
     "fake_tensors",
     "gather_flat",
     "gloo_options",
-    "gradient_hooks",
     "has_step_hooks",
     "is_of_normalisation",
     "is_parameter",
@@ -151,12 +150,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the mutable dict of a module's own buffers, by name."""
     return module._buffers
-
-
-def gradient_hooks(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return the number of a parameter's gradient hooks, and of its post-accumulate-grad hooks."""
-    hooks: Any = parameter
-    return len(hooks._backward_hooks or ()), len(hooks._post_accumulate_grad_hooks or ())
 
 
 def has_step_hooks(optimizer: optim.Optimizer) -> bool:

@@ -19,7 +19,6 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.comm import device as devices
 from holdfast.comm.device import DeviceStream, Wait
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.models import slice_batching
 from holdfast.models.training_state import model_sha256
 from holdfast.testing.contract import check_ordered_sum
 from holdfast_lab.inject.draw import draw_plan
@@ -124,9 +123,7 @@ def test_a_missing_wait_is_seen_in_training(wait):
     assert state != reference_hash("cnn", "sgd")
 
 
-def test_slices_that_are_computed_in_one_pass(monkeypatch):
-    monkeypatch.setattr(slice_batching, "WORTH", float("inf"))  # whichever is faster: this is about bits
-
+def test_slices_that_are_computed_in_one_call():
     state = train_late(reference.ROWS, "adam", workers=2, compute=True)
 
     assert state == reference_hash(reference.ROWS, "adam")

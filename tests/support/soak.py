@@ -378,12 +378,11 @@ def describe(plan, report):
     )
     fenced = sum(e["event"] == "WorkerFenced" for e in events)
     left = sum(e["event"] == "Left" for e in events)
-    tried = [event["why_not"] or "at once" for event in events if event["event"] == "SlicesTried"]
     struck = f"{signal.Signals(plan.struck).name}@{plan.struck_at}" if plan.struck else "no"
     return (
         f"SOAK seed={plan.seed} model={plan.trained[0]} with={','.join(plan.features) or 'nothing'} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
         f"slices={plan.slices or 'auto'} order={plan.order} {' '.join(plan.more)} scaled={','.join(str(workers) for _, workers in plan.scaled) or 'no'} "
-        f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']} at-once={tried.count('at once')}/{len(tried)}"
+        f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']}"
     )
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.comm.device import Wait
-from holdfast.models import slice_batching as at_once
 
 STUCK_AT = 15
 """Number of the copy in which a device gets stuck, in the second or third step."""
@@ -175,8 +174,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.no_recovery:
         turn_recovery_off()
-    if options.compute:
-        at_once.WORTH = float("inf")  # whichever is faster: the test is about bits
     if options.no_undo:
         turn_undo_off()
     device = contextlib.nullcontext()

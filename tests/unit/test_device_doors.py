@@ -20,7 +20,6 @@ from holdfast.distributed.group import HoldfastGroup
 from holdfast.doctor.machine import why_unusable
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.models import slice_batching
 
 SAMPLES, BATCH, STEPS = 32, 8, 4
 VIRTUAL = {"fabric": "virtual", "workers": 4, "slices": 4, "bucket_bytes": 64}
@@ -361,10 +360,8 @@ def test_a_step_reads_the_device_twice():
     assert counts == {HASHED: STEPS - 1}, "the first step has begun before the count does"
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d], ids=["in-one-pass", "one-by-one"])
-def test_step_compute_moves_inputs_and_stays_there(norm, monkeypatch):
-    monkeypatch.setattr(slice_batching, "WORTH", float("inf"))
-
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_step_compute_moves_inputs_and_stays_there(norm):
     with elsewhere():
         train(norm=norm, compute=True)
 

@@ -42,18 +42,14 @@ class Worker:
         return {number: [flat.clone() for flat in row.flat] for number, row in self.gradients.terms.items()}
 
 
-def computed(owners, plan, *, at_once=False):
+def computed(owners, plan):
     """The rows of all workers, by their first slice."""
     found = {}
     for rank in set(owners.values()):
         worker, mine = Worker(plan), sorted(n for n in owners if owners[n] == rank)
-        worker.gradients.adds_later = at_once
         for number in mine:
             worker.compute(number)
-            if not at_once:
-                worker.gradients.add_up(number)
-        if at_once:
-            worker.gradients.add_up_all(mine)
+            worker.gradients.add_up(number)
         assert [row.row for row in worker.gradients.terms.values()] == list(range(len(worker.gradients.terms)))
         found |= worker.terms()
     return found
@@ -72,11 +68,10 @@ def added(terms, order):
     order=st.sampled_from(["fold", "tree"]),
     owners=st.dictionaries(st.integers(0, 20), st.integers(0, 2), min_size=1, max_size=16),
     lost=st.sampled_from([None, 0, 1, 2]),
-    at_once=st.booleans(),
 )
-def test_rows_that_are_shared_have_the_bits_of_single_slices(order, owners, lost, at_once):
+def test_rows_that_are_shared_have_the_bits_of_single_slices(order, owners, lost):
     plan = plan_rows(owners, order)
-    rows, single = computed(owners, plan, at_once=at_once), computed(owners, plan_rows({}, order))
+    rows, single = computed(owners, plan), computed(owners, plan_rows({}, order))
     assert rows.keys() == plan.rows(owners).keys()
 
     left = {number for number in owners if owners[number] != lost}  # a step may continue without a rank's slices

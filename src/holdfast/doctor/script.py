@@ -7,8 +7,7 @@ the checks cover the script's own forward pass, loss and gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from holdfast.doctor.target import DoctorTarget, digests_of, is_misaligned, put_
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
-from holdfast.session.step import ONE_BY_ONE, Step
+from holdfast.session.step import Step
 from holdfast.torch_private import tree_flatten, tree_map
 
 _AGAIN = 2
@@ -138,9 +137,9 @@ class ScriptInspector:
     ) -> None:
         """Keep the gradients."""
 
-    def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
-        """Do not batch slices."""
-        return ONE_BY_ONE
+    def on_device(self, inputs: Any) -> Any:
+        """Leave inputs where they are."""
+        return inputs
 
     def log_media(self, *_: Any) -> None:
         """Drop it."""

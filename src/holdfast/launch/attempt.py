@@ -22,7 +22,6 @@ from holdfast.launch.hash_seed import HASH_SEED, hash_seed
 from holdfast.launch.job import Job
 from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.mpi_hosts import MpiHosts
-from holdfast.launch.own_memory import release_memory
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, end_without_files, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
@@ -422,8 +421,6 @@ class AttemptFiles:
         for rank in over:
             self._closed[rank] = self._open.pop(rank)
             self._closed[rank].close()
-        if over:
-            release_memory()
 
     def warnings(self) -> list[str]:
         """Return one warning for each file that cannot be read, or has lines that are not records; each file is named once."""

@@ -28,7 +28,6 @@ from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, check_hosts, shared_fol
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.nodes import JobStart, NodeGroup
-from holdfast.launch.own_memory import exempt_present_objects, share_one_heap
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -68,7 +67,6 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     check_node_faults(job)
     check_sinks(job)
     check_gpus(job.gpus, elsewhere=bool(job.hosts))
-    share_one_heap()
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
 
@@ -188,7 +186,6 @@ class Launcher:
 
     def run(self) -> JobOutcome:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
-        exempt_present_objects()
         ranks = self._job.ranks
         if self._hosts is not None:
             self._show_wait("waiting for the hosts")

@@ -10,7 +10,7 @@ are a bucket by themselves, which is not rounded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -136,11 +136,6 @@ class BucketLayout:
             for bucket in self.layouts
         ]
         return SliceGradients([], [[NO_GRADIENT] * len(bucket.places) for bucket in self.layouts], tails, NO_ROW)
-
-    @property
-    def num_hooks(self) -> int:
-        """Number of hooks that each parameter has from here."""
-        return int(bool(self._hooks))
 
     def aim(self, terms: SliceGradients, *, is_summed: bool = False) -> None:
         """From now on, the gradients of the backward pass belong to ``terms``.
@@ -272,12 +267,6 @@ class BucketLayout:
             for stack in stacks:
                 _add_stack(stack, size)
 
-    @torch.no_grad()
-    def move(self, source: SliceGradients, to: SliceGradients, buckets: Iterable[int]) -> None:
-        """Copy some buckets of a complete row to another one."""
-        for bucket in buckets:
-            to.flat[bucket].copy_(source.flat[bucket])
-
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return the gradients of a slice by parameter name; what is altered there is altered in ``terms``."""
         found: dict[str, torch.Tensor] = {}
@@ -287,12 +276,6 @@ class BucketLayout:
                     views[i] = torch.full_like(place.parameter, _NOTHING, requires_grad=False)
                 found[place.name] = views[i]
         return found
-
-    def by_parameter(self, terms: SliceGradients) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield the parameters, each with the view for its gradient."""
-        for bucket, views in zip(self.layouts, terms.views, strict=True):
-            for place, view in zip(bucket.places, views, strict=True):
-                yield place.parameter, view
 
     def put_figures(
         self,

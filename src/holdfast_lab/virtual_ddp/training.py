@@ -14,8 +14,7 @@ instead of each slice, which is a different computation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +67,7 @@ from holdfast.recovery.messages import (
     StepVoted,
     VoteStep,
 )
-from holdfast.session.step import ONE_BY_ONE, Step
+from holdfast.session.step import Step
 from holdfast_lab.virtual_ddp.plan import MembershipChange, MembershipDecision, faults_by_step
 
 __all__ = ["STRATEGIES", "MembershipChange", "MembershipDecision", "VirtualDdp", "VirtualSnapshot"]
@@ -403,9 +402,9 @@ class VirtualDdp:
                 buffer.copy_(before)
         self.loss = torch.as_tensor(metrics["loss"])
 
-    def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
-        """Do not batch slices further."""
-        return ONE_BY_ONE
+    def on_device(self, inputs: Any) -> Any:
+        """Leave inputs where they are."""
+        return inputs
 
     def log_media(self, *_: Any) -> None:
         """Drop it: no launcher logs."""
