@@ -214,27 +214,9 @@ def write(
             f"the checkpoint of step {step} was completed with the token {token!r} already; saving it again needs another"
         )
     folder = f"{step_folder(step)}/{name}"
-    part, is_first = content.part, content.part == 0
+    part = content.part
     try:
-        path = storage.prepare(folder)
-        content = in_host_memory(content)
-        reused = None if reuse is None else reuse.plan(storage, step, folder, content)
-        boxes = content.boxes if reused is None else reused.boxes
-        with explained(f"write the checkpoint of step {step} to", path):
-            layout = FORMATS[format].lay_out(path, f"part-{part:05d}", {box.key: box.tensor for box in boxes})
-            files, tensors = write_blocks(path, layout, boxes, tell)
-        described = Manifest(
-            step=step,
-            generation=0,
-            format=format,
-            folder=name,
-            files=files if reused is None else files | reused.files,
-            tensors=tensors if reused is None else reused.merged(tensors, content.boxes),
-            skeleton=content.skeleton,
-            info=json.loads(json.dumps(info)) if is_first else {},
-            versions=versions(),
-        )
-        storage.store(folder, layout.files)
+        described = _write_files(storage, step, folder, in_host_memory(content), info, format, tell, reuse)
         if content.parts > 1:
             _describe(storage, step, described, part)
     except BaseException:
@@ -245,6 +227,38 @@ def write(
         raise
     points.reach("checkpoint.tensors")
     return PendingCheckpoint(storage=storage, manifest=described, part=part, parts=content.parts, clean=clean)
+
+
+def _write_files(
+    storage: Storage,
+    step: int,
+    folder: str,
+    content: WritePlan,
+    info: dict[str, Any],
+    format: str,
+    tell: Callable[[int], None],
+    reuse: BlockReuse | None,
+) -> Manifest:
+    """Write and store the files of a part; return its description."""
+    path = storage.prepare(folder)
+    reused = None if reuse is None else reuse.plan(storage, step, folder, content)
+    boxes = content.boxes if reused is None else reused.boxes
+    with explained(f"write the checkpoint of step {step} to", path):
+        layout = FORMATS[format].lay_out(path, f"part-{content.part:05d}", {box.key: box.tensor for box in boxes})
+        files, tensors = write_blocks(path, layout, boxes, tell)
+    described = Manifest(
+        step=step,
+        generation=0,
+        format=format,
+        folder=folder.partition("/")[2],
+        files=files if reused is None else files | reused.files,
+        tensors=tensors if reused is None else reused.merged(tensors, content.boxes),
+        skeleton=content.skeleton,
+        info=json.loads(json.dumps(info)) if content.part == 0 else {},
+        versions=versions(),
+    )
+    storage.store(folder, layout.files)
+    return described
 
 
 def _name_folder(step: int, format: str, token: str) -> str:

@@ -37,23 +37,15 @@ def make_trainable(
     Raises:
         ConfigError: if they are incompatible.
     """
-    kind = type(model).__name__
     whole = model if isinstance(model, nn.Module) else model.module
     check_choices(buffers, None if whole is None else [name for name, _ in whole.named_buffers()])
     if not isinstance(model, Pipeline | Sharded):
-        if not isinstance(optimizer, optim.Optimizer):
-            raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
-            )
-        if average is not None and not isinstance(average, AveragedModel):
-            raise ConfigError(
-                f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
-            )
+        checked = _optimizer_of(optimizer), _average_of(average)
         if settings.overlap_optimizer:
-            check_overlap(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
+            check_overlap(checked[0], scaler=scaler, clip_grad_norm=clip_grad_norm)
         return ReplicatedModel(
             model,
-            optimizer,
+            checked[0],
             scheduler=scheduler,
             schedule=schedule,
             scaler=scaler,
@@ -61,9 +53,42 @@ def make_trainable(
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
             figures_apart=settings.rounds,
-            average=average,
+            average=checked[1],
             choices=buffers,
         )
+    make_optimizer, make_average = _makers(type(model).__name__, optimizer, average, settings)
+    makers = PartFactories(
+        optimizer=make_optimizer,
+        scheduler=scheduler,
+        schedule=schedule,
+        average=make_average,
+        bucket_bytes=settings.bucket_bytes,
+        figures_apart=settings.rounds,
+        choices=buffers,
+    )
+    if isinstance(model, Sharded):
+        return ShardedModel(model, makers, scaler, clip_grad_norm, settings)
+    return PipelineModel(model, makers, scaler, clip_grad_norm, settings)
+
+
+def _optimizer_of(optimizer: Any) -> optim.Optimizer:
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def _average_of(average: Any) -> AveragedModel | None:
+    if average is not None and not isinstance(average, AveragedModel):
+        raise ConfigError(
+            f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
+        )
+    return average
+
+
+def _makers(kind: str, optimizer: Any, average: Any, settings: Settings) -> tuple[Any, Any]:
+    """Return what makes the optimizer and the average of each part; raise if they are those of a replicated model."""
     if settings.overlap_optimizer:
         raise ConfigError(f"overlap_optimizer needs a replicated model, got a {kind}")
     if isinstance(optimizer, optim.Optimizer):
@@ -74,15 +99,4 @@ def make_trainable(
         raise ConfigError(
             f"a {kind} needs a function that returns an average, such as lambda m: AveragedModel(m); got an average"
         )
-    makers = PartFactories(
-        optimizer=optimizer,
-        scheduler=scheduler,
-        schedule=schedule,
-        average=average,
-        bucket_bytes=settings.bucket_bytes,
-        figures_apart=settings.rounds,
-        choices=buffers,
-    )
-    if isinstance(model, Sharded):
-        return ShardedModel(model, makers, scaler, clip_grad_norm, settings)
-    return PipelineModel(model, makers, scaler, clip_grad_norm, settings)
+    return optimizer, average

@@ -49,29 +49,7 @@ def build_report(
     nodes: int = 1,
     sinks: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the content of ``report.json``.
-
-    ``failures`` has one entry per lost worker; workers lost in the same recovery share its times, its redone steps and its lost
-    samples (``recovery`` numbers the recovery). ``step_s`` is the time between the commits of consecutive steps, without the
-    intervals that hold a failure, so it is the pace of undisturbed work. ``train_s`` runs from the first committed step to the
-    last, failures included. ``goodput`` says where ``wall_s`` went, see :mod:`holdfast.report.goodput`; null for a script
-    of ``torch.distributed`` without steps. A step that was committed again counts once, with its last metrics.
-
-    ``api`` is ``"session"`` or ``"torch.distributed"``, null if training never began. The backend of the latter knows
-    neither the samples, the model nor a plan: unknown values are null. A step is then one backward pass of
-    ``DistributedDataParallel`` and ends when the next one begins, so the last step has no time.
-
-    ``workers.started`` counts the workers that computed from the start, ``workers.spares`` the spares that waited
-    beside them. Workers that joined later are in ``joined``, workers that left after SIGTERM in ``left``; neither is a
-    failure. ``reinitialised`` has one entry for each rebuild of the application by the survivors, with the times of the
-    slowest. ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks
-    and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``seats_taken`` has
-    one for each newcomer that took the rank of a failed process of ``torch.distributed``, and ``seats_filled``
-    one for each kind of collective in which survivors' values stood in for failed ranks, or sums were scaled for them. ``actions`` lists what the user
-    requested through the dashboard. ``flips`` has one for
-    each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
-    split model in each worker's memory at the end, in bytes. ``optimizer_overlap`` is the cost at each worker of updating buckets
-    before their step's commit vote: seconds over all steps, and the memory of the undo copies.
+    """Return the content of ``report.json``; ``docs/reference/report.md`` describes its fields.
 
     Args:
         records: Records of all workers and of the launcher, in any order.

@@ -222,29 +222,26 @@ def prepare(
     """
     models, optimizers = _several(model), _several(optimizer)
     _check(models, optimizers, scaler, clip_grad_norm, accumulate)
-    whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-    grouped = optimizers[0] if len(optimizers) == 1 else OptimizerGroup(optimizers)
-    session = Session(
-        whole,
-        grouped,
-        average=average,
-        schedule="script",
-        clip_grad_norm=clip_grad_norm,
-        buffers=buffers,
-        total_steps=sys.maxsize,
-        **settings,
-    )
-    part = session.part_of_script()
-    schedulers = _several(scheduler) if scheduler is not None else ()
-    session.register(
-        **{f"scheduler{number or ''}": one for number, one in enumerate(schedulers)},
-        **({} if scaler is None else {"scaler": scaler}),
-        **(register or {}),
-    )
-    loop = PreparedLoop(session, part, optimizers, accumulate)
+    more = {"average": average, "clip_grad_norm": clip_grad_norm, "buffers": buffers}
+    session = _session(models, optimizers, **more, **settings)
+    loop = PreparedLoop(session, session.part_of_script(), optimizers, accumulate)
+    _register(session, () if scheduler is None else _several(scheduler), scaler, register or {})
     loop.scaler = scaler
     session.ends_loop = loop.finish
     return model, _stepped(loop, optimizer), PreparedLoader(loop, loader), *_once(loop, scheduler, scaler, average)
+
+
+def _session(models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer], **more: Any) -> Session:
+    """Return a session of a script's loop, in which all models are one, and all optimizers."""
+    whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+    grouped = optimizers[0] if len(optimizers) == 1 else OptimizerGroup(optimizers)
+    return Session(whole, grouped, schedule="script", total_steps=sys.maxsize, **more)
+
+
+def _register(session: Session, schedulers: Sequence[Any], scaler: Any, more: Mapping[str, Stateful]) -> None:
+    """Save what the loop changes besides the model and its optimizers, too."""
+    named = {f"scheduler{number or ''}": one for number, one in enumerate(schedulers)}
+    session.register(**named, **({} if scaler is None else {"scaler": scaler}), **more)
 
 
 def _stepped(loop: PreparedLoop, optimizer: Any) -> Any:
