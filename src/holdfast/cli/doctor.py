@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -65,8 +65,6 @@ def doctor(
         raise ConfigError(
             f"--device {device} is for common layers: a script's model is on the device that the script chooses"
         )
-    from holdfast.cli.tables import say
-    from holdfast.doctor.report import checks_of, is_exact, lines_of
     from holdfast.doctor.subprocesses import inspect
 
     try:
@@ -75,6 +73,14 @@ def doctor(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return _STOPPED
+    return _show(said, as_json=as_json)
+
+
+def _show(said: dict[str, Any], *, as_json: bool) -> int:
+    """Print the findings; return the exit code."""
+    from holdfast.cli.tables import say
+    from holdfast.doctor.report import checks_of, is_exact, lines_of
+
     checks = checks_of(said["full"], said["brief"])
     if as_json:
         found = {"exact": is_exact(checks), "checks": [dataclasses.asdict(check) for check in checks], **said["full"]}

@@ -452,8 +452,6 @@ class CommThread:
                 self.joining.be_at_end()
             self.recover()
 
-    # -- newcomers
-
     def _begin_with(self, completed: Mapping[int, int]) -> None:
         """Continue where all others are, which have stopped at a boundary."""
         for group in self._groups.values():

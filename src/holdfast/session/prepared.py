@@ -226,8 +226,7 @@ def prepare(
     session = _session(models, optimizers, **more, **settings)
     loop = PreparedLoop(session, session.part_of_script(), optimizers, accumulate)
     _register(session, () if scheduler is None else _several(scheduler), scaler, register or {})
-    loop.scaler = scaler
-    session.ends_loop = loop.finish
+    loop.scaler, session.ends_loop = scaler, loop.finish
     return model, _stepped(loop, optimizer), PreparedLoader(loop, loader), *_once(loop, scheduler, scaler, average)
 
 
