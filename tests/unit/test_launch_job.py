@@ -96,7 +96,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         "max_respawns": 1, "nnodes": 2, "node_rank": 1, "rdzv": "r", "rdzv_timeout_s": 1.0, "node_timeout_s": 1.0,
         "stragglers": "ignore", "straggler_factor": 3.0, "stall_timeout_s": 1.0, "grace_s": 1.0, "log_dir": Path("l"),
         "report_dir": Path("r"), "token": "s3cret", "hosts": (Host("h", 1),), "launch_agent": "a", "network": "n",
-        "run_dir": Path("d"), "gpus": "none", "health_check": "off", "metrics_port": "9", "dashboard": "8", "between_hosts": "nccl", "metrics_file": Path("m.prom"), "debug_bundles": "b", "debug_handlers": True, "events_max": "1GB", "log_to": ("tensorboard:t",),
+        "run_dir": Path("d"), "gpus": "none", "health_check": "true", "metrics_port": "9", "dashboard": "8", "between_hosts": "nccl", "metrics_file": Path("m.prom"), "debug_bundles": "b", "debug_handlers": True, "events_max": "1GB", "log_to": ("tensorboard:t",),
     }  # fmt: skip
     words = command_line(job(**fields), faults=["kill:rank=0,step=1"]).split()
     words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0, wire="bf16"), mtbf_s=2.0)).split()

@@ -25,7 +25,6 @@ from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.engine import exits
 from holdfast.launch import health, killed_workers, watcher
-from holdfast.launch.clock_offset import ClockServer, measure_offset
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.live import RunStatus, SteadyView
@@ -115,14 +114,6 @@ def report_deaths(tmp_path, monkeypatch):
     killed._look(0, SimpleNamespace(signal_of_end=lambda: signal.SIGKILL))
     killed._look(1, SimpleNamespace(signal_of_end=lambda: signal.SIGSEGV))
     assert looked == [-signal.SIGKILL, -signal.SIGSEGV]
-
-
-def answer_clocks(tmp_path, monkeypatch):
-    """The clock of the first launcher, whose answer to one request fails: the next is answered."""
-    times = iter([lambda: raises(), *[lambda: 5.0] * 9])
-    with ClockServer("127.0.0.1", lambda: next(times)()) as server:
-        assert measure_offset("127.0.0.1", server.port, 0.2, lambda: 7.0) is None
-        assert measure_offset("127.0.0.1", server.port, DEADLINE_S, lambda: 7.0)[0] == pytest.approx(2.0, abs=1.0)
 
 
 def communicator():
@@ -255,7 +246,6 @@ DUTIES = [
     start_beside,
     say_that_it_begins,
     report_deaths,
-    answer_clocks,
     complete_futures,
     communicate,
     end_with_a_reason,

@@ -39,12 +39,6 @@ def doctor(
     device: Annotated[
         str, Option(metavar="DEVICE", help="Device of the common layers; a script's model is where the script puts it.")
     ] = "cpu",
-    node: Annotated[
-        bool, Option("--node", help="Check this machine, as holdfast run does before a node joins a job.")
-    ] = False,
-    health_check: Annotated[
-        str, Option(metavar="on|CHECK=LIMIT,...", help="With --node: limits such as disk=2s,gpu=off.")
-    ] = "on",
     timeout: Annotated[float, Option(metavar="SECONDS", help="Limit for the whole check.")] = 600.0,
     as_json: Annotated[bool, Option("--json", help="Print all findings as JSON.")] = False,
 ) -> int:
@@ -55,12 +49,6 @@ def doctor(
 
     Example: holdfast doctor train.py --epochs 3
     """
-    if node:
-        if script is not None:
-            raise ConfigError(f"--node checks this machine, not a script: leave out {script}, or --node")
-        return _check_node(health_check, as_json=as_json)
-    if health_check != "on":
-        raise ConfigError("--health-check needs --node")
     if script is not None and device != "cpu":
         raise ConfigError(
             f"--device {device} is for common layers: a script's model is on the device that the script chooses"
@@ -89,29 +77,3 @@ def _show(said: dict[str, Any], *, as_json: bool) -> int:
         for line in lines_of(checks):
             say(line)
     return 0 if is_exact(checks) else _BREAKS
-
-
-def _check_node(limits: str, *, as_json: bool) -> int:
-    """Check this machine, and print a line for each check."""
-    import tempfile
-
-    from holdfast.cli.tables import table
-    from holdfast.launch.node_health import NodeCheck, parse_limits
-
-    parsed = parse_limits(limits)
-    if parsed is None:
-        raise ConfigError("--node with --health-check off checks nothing; leave one out")
-    folders = dict.fromkeys((Path(tempfile.gettempdir()), Path.cwd()))
-    check = NodeCheck(parsed, tuple(folders))
-    try:
-        found = check.findings()
-    finally:
-        check.close()
-    is_fit = not any(one.why for one in found)
-    if as_json:
-        print(json.dumps({"fit": is_fit, "checks": [dataclasses.asdict(one) for one in found]}, indent=1))
-    else:
-        table(
-            ["check", "", "result"], [[one.name, "unfit" if one.why else "fit", one.why or one.value] for one in found]
-        )
-    return 0 if is_fit else _BREAKS

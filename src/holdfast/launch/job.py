@@ -115,11 +115,12 @@ class Job:
         has_default=True,
     )
     health_check: str = option(
-        "on",
-        help="Checks of a node before it joins: on, off, or limits such as disk=2s,gpu=off.",
-        manual="checks of disk, memory, clock, loopback and GPUs before a node joins: `on`, `off`, or limits such as `disk=2s,gpu=off`. An unfit node stays out: [check-nodes.md](../how-to/check-nodes.md)",
+        "",
+        help="A command for the shell that ends with 0 if this node is fit to join.",
+        manual="a command for the shell that each node runs before it joins. A node on which it does not end with 0 stays out: [check-nodes.md](../how-to/check-nodes.md)",
+        usual="none",
         group="Multiple nodes with Gloo",
-        metavar="on|off|CHECK=LIMIT,...",
+        metavar="COMMAND",
         has_default=True,
     )
     hosts: tuple[Host, ...] = option(

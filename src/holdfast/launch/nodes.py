@@ -17,7 +17,6 @@ A store may outlive the job (etcd): the keys of one run have its number as a pre
 ``start/N``              JSON: the seats of the launchers that began (N = 0; -1: that node comes later), or the node of
                          each worker in the N-th restart
 ``slices``, ``order``    slices per mini-batch, and the order in which gradients are added, once training has begun
-``clock``                address and port at which a launcher gives the time
 ``unfit/R``              why node R stays out of the job
 ``gone/N/RANK``          a worker of that start has ended, or was given up; the node that reported it
 ``says/R/WHAT``          a condition that holds for all workers of node R

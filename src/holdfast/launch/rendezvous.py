@@ -49,7 +49,7 @@ class Rendezvous:
 
     Args:
         job: The job.
-        node_check: The checks of this node, if it must be fit.
+        node_check: The check of this node, if it must be fit.
         tell: Called again and again with what this launcher waits for, while it waits.
 
     Raises:
@@ -76,7 +76,7 @@ class Rendezvous:
             self._store = self._open(self._run, "launchers")
             self._check_alike()
             if node_check is not None:
-                node_check.admit(self._store, self._me, hosts_store=self.is_host)
+                node_check.admit(self._store, self._me)
             self._take_seat()
             self.seats = self._await_nodes()
             """Seats of all nodes when the job began."""
