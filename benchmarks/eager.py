@@ -31,7 +31,7 @@ from models import JOBS, loss_of, make_model, make_optimizer
 from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
 
 import holdfast
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.comm import Communicator
 from holdfast.models.gradients import BucketLayout
 from holdfast.models.overlap import OverlapCost, OverlappedOptimizer

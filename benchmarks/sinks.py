@@ -36,8 +36,8 @@ from common import ratio, spread, table, write_json
 from models import JOBS
 from step_time import WARM_UP_STEPS, Contender, SystemFailed, free_port
 
+from holdfast.base.options import declared
 from holdfast.launch.job import Job
-from holdfast.options import declared
 
 SETTLE_S = 1.2
 """Longer than any sink waits with records in its hand."""

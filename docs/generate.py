@@ -16,12 +16,12 @@ from pathlib import Path
 import typer
 
 from holdfast import errors
+from holdfast.base.options import DeclaredOption, fields_of, variable
+from holdfast.base.phases import Phase
 from holdfast.cli import app, exit_code_of
 from holdfast.cli.run import OPTIONS
 from holdfast.config import Settings
 from holdfast.monitor.metrics import METRICS
-from holdfast.options import DeclaredOption, fields_of, variable
-from holdfast.phases import Phase
 from holdfast.records.encoding import RECORDS
 from holdfast.report.goodput import CAUSES
 

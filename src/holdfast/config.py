@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from holdfast import setting_choices
+from holdfast.base.options import check, choices, losses_of, option, parse, variable
+from holdfast.base.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
-from holdfast.options import check, choices, losses_of, option, parse, variable
-from holdfast.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
 from holdfast.recovery.registry import strategy_class
 from holdfast.setting_checks import check_mirrors, check_timeouts
 

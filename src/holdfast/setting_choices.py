@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from holdfast.base.orders import ORDERS as NAMED_ORDERS
 from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
-from holdfast.orders import ORDERS as NAMED_ORDERS
 from holdfast.recovery.registry import BUILT_IN
 
 FABRICS = tuple(FABRICS_BUILT_IN)

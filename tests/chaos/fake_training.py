@@ -17,7 +17,7 @@ mpi4py.rc.finalize = False
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-from holdfast.clock import SystemClock  # noqa: E402
+from holdfast.base.clock import SystemClock  # noqa: E402
 from holdfast.config import Settings  # noqa: E402
 from holdfast.errors import ConfigError  # noqa: E402
 from holdfast.faults.plan import FaultPlan  # noqa: E402

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.base.temporary import MARKER
 from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 from holdfast.launch.job import Job
@@ -26,7 +27,6 @@ from holdfast.launch.processes import children_of, name_of
 from holdfast.records.files import load_events
 from holdfast.records.paths import event_files
 from holdfast.records.types import Finished, StepCommitted
-from holdfast.temporary import MARKER
 
 FAKE = Path(__file__).with_name("fake_training.py")
 DEADLINE_S = 60.0

@@ -17,8 +17,8 @@ from clusters import Cluster, assert_complete
 from jobs import clean_env
 from start_strikes import Plan, StartingJob, files_in, find, processes_in, rank_of, starter_of
 
+from holdfast.base.temporary import TemporaryFolder
 from holdfast.launch.processes import Process, descendants_of
-from holdfast.temporary import TemporaryFolder
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(200)]
 

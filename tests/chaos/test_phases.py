@@ -12,7 +12,7 @@ import train_frozen
 from clusters import free_port
 from jobs import clean_env, exit_codes, run_report
 
-from holdfast.phases import Phase
+from holdfast.base.phases import Phase
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
 

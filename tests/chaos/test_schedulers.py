@@ -7,7 +7,7 @@ import sys
 import pytest
 from jobs import clean_env, holdfast
 
-from holdfast.slurm import read_step
+from holdfast.base.slurm import read_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 

@@ -4,6 +4,8 @@ import contextlib
 import itertools
 
 from fuzz.base import Parser, folder
+from holdfast.base.options import request_in
+from holdfast.base.slurm import first_host, hosts
 from holdfast.checkpoint.storage import is_remote, step_of
 from holdfast.comm.launchers import launched_group, sole_process
 from holdfast.config import Settings
@@ -14,8 +16,6 @@ from holdfast.launch.rendezvous import split_place
 from holdfast.launch.schedulers import read_scheduler
 from holdfast.membership import client
 from holdfast.membership.gateway import EtcdCluster
-from holdfast.options import request_in
-from holdfast.slurm import first_host, hosts
 
 
 def read_hosts(data: bytes) -> bool:

@@ -23,16 +23,9 @@ RUNTIME, LAB = "holdfast", "holdfast_lab"
 
 LOOP = {
     "errors",
-    "device_errors",
-    "clock",
-    "notice",
-    "options",
-    "orders",
     "setting_choices",
     "setting_checks",
     "config",
-    "start_rank",
-    "torch_private",
     "records",
     "recovery",
     "comm",
@@ -43,41 +36,20 @@ LOOP = {
 
 MAY_IMPORT = {
     "errors": set(),
-    "registered": {"errors"},
-    "device_errors": {"errors"},
-    "_lazy": set(),
-    "on_import": set(),
-    "notice": set(),
-    "system_errors": set(),
-    "temporary": set(),
-    "slurm": set(),
-    "side_work": set(),
-    "phases": set(),
-    "torch_private": set(),
-    "clock": {"errors"},
-    "options": {"errors"},
-    "orders": set(),
-    "setting_choices": {"orders", "recovery.registry", "comm.fabrics"},
+    "base": {"errors"},
+    "setting_choices": {"recovery.registry", "comm.fabrics"},
     "setting_checks": {"errors", "recovery.registry"},
-    "config": {"errors", "options", "orders", "setting_choices", "setting_checks", "recovery.registry", "comm.fabrics"},
-    "start_rank": {"config", "comm.launchers"},
-    "records": {"errors", "clock"},
+    "config": {"errors", "setting_choices", "setting_checks", "recovery.registry", "comm.fabrics"},
+    "records": {"errors"},
     "membership": {"errors"},
-    "recovery": {"errors", "registered"},
+    "recovery": {"errors"},
     "comm": {
         "errors",
-        "orders",
-        "device_errors",
-        "phases",
-        "registered",
         "recovery.messages",
-        "clock",
         "faults.points",
         "membership",
-        "slurm",
-        "torch_private",
     },
-    "checkpoint": {"errors", "clock", "faults.points", "temporary", "torch_private", "comm.device"},
+    "checkpoint": {"errors", "faults.points", "comm.device"},
     "faults": {"errors"},
     "data": {"errors"},
     "integrity": LOOP | {"data", "models.part", "engine.context", "engine.run_log", "engine.vote"},
@@ -87,37 +59,26 @@ MAY_IMPORT = {
     "state": LOOP | {"data", "integrity", "models", "engine", "membership.state_requests"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
-    "doctor": {"errors", "torch_private", "comm", "data", "models", "state", "session"},
+    "doctor": {"errors", "comm", "data", "models", "state", "session"},
     "distributed": {
         "errors",
-        "phases",
         "integrations.discovery",
-        "on_import",
-        "clock",
-        "notice",
-        "options",
         "config",
-        "start_rank",
-        "torch_private",
+        "engine.start_rank",
         "records",
         "comm",
         "membership",
         "faults",
         "engine",
         "recovery",
-        "device_errors",
         "checkpoint.format",
         "state.transfer",
     },
     "integrations": {
-        "_lazy",
-        "on_import",
         "errors",
-        "options",
         "config",
-        "start_rank",
+        "engine.start_rank",
         "records",
-        "temporary",
         "membership",
         "comm.launchers",
         "data.seeds",
@@ -127,26 +88,18 @@ MAY_IMPORT = {
         "launch",
     },
     "report": {"errors", "recovery", "integrity.hash_chain", "records"},
-    "debug": {"errors", "torch_private", "records.paths"},
-    "monitor": {"errors", "clock", "records", "report", "data.assignment"},
-    "loggers": {"errors", "clock", "records", "report"},
+    "debug": {"errors", "records.paths"},
+    "monitor": {"errors", "records", "report", "data.assignment"},
+    "loggers": {"errors", "records", "report"},
     "launch": {
         "errors",
-        "phases",
-        "device_errors",
         "comm.fabrics",
         "recovery",
-        "clock",
-        "notice",
-        "options",
         "setting_choices",
         "config",
-        "start_rank",
+        "engine.start_rank",
         "records",
         "membership",
-        "system_errors",
-        "temporary",
-        "slurm",
         "faults.plan",
         "report",
         "monitor",
@@ -156,11 +109,10 @@ MAY_IMPORT = {
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
     "lab.workloads": {"holdfast", "holdfast.errors"},  # the public names of the package, and what it raises
-    "lab.inject": {"holdfast.errors", "holdfast.torch_private", "holdfast.checkpoint", "holdfast.faults"},
+    "lab.inject": {"holdfast.errors", "holdfast.checkpoint", "holdfast.faults"},
     "lab.simulate": {
         "holdfast.errors",
         "holdfast.records",
-        "holdfast.clock",
         "holdfast.checkpoint.interval",
         "holdfast.recovery",
         "holdfast.faults.plan",
@@ -181,7 +133,6 @@ MAY_IMPORT = {
         "holdfast",
         "holdfast.errors",
         "holdfast.records",
-        "holdfast.torch_private",
         "holdfast.recovery",
         "holdfast.report",
         "holdfast.checkpoint",
@@ -202,20 +153,25 @@ EVERYTHING = {"cli", "lab.commands", "__init__", "__main__", "lab.__init__"}
 
 WITHOUT_TORCH = (
     "errors",
-    "device_errors",
-    "registered",
-    "notice",
-    "clock",
+    "base.clock",
+    "base.device_errors",
+    "base.lazy",
+    "base.notice",
+    "base.on_import",
+    "base.options",
+    "base.orders",
+    "base.phases",
+    "base.registered",
+    "base.side_work",
+    "base.slurm",
+    "base.system_errors",
+    "base.temporary",
     "checkpoint.interval",
-    "temporary",
-    "slurm",
-    "side_work",
-    "phases",
     "comm.launchers",
     "setting_choices",
     "setting_checks",
     "config",
-    "start_rank",
+    "engine.start_rank",
     "records",
     "membership",
     "recovery",
@@ -233,7 +189,6 @@ WITHOUT_TORCH = (
     "integrations.ray.function",
     "integrations.ray.jobs",
     "integrations.ray.node",
-    "on_import",
     "state.platform",
     "state.gpu_platform",
     "state.hash_seed",
@@ -279,7 +234,7 @@ def is_allowed(imported: str, allowed: set[str]) -> bool:
 
 def forbidden_imports(source: str, room: str) -> list[str]:
     allowed = {RUNTIME if name == RUNTIME else full(name, room) for name in MAY_IMPORT[room]} | {full(room, room)}
-    allowed |= {f"{RUNTIME}._lazy", f"{RUNTIME}.side_work"}  # they import nothing; any room may use them
+    allowed |= {f"{RUNTIME}.base"}  # the ground of every room
     return [f"line {line}: {name}" for line, name in imports_of(ast.parse(source)) if not is_allowed(name, allowed)]
 
 
@@ -339,7 +294,7 @@ def rows_of_the_page() -> dict[str, set[str]]:
         room = name.removesuffix(".py").rstrip("/").replace("holdfast_lab/", "lab.")
         if room in MAY_IMPORT:
             words = set(re.split(r"[,;] ", cell))
-            rows[room] = (words - {"base", "nothing"}) | (LOOP if "base" in words else set())
+            rows[room] = (words - {"loop", "nothing"}) | (LOOP if "loop" in words else set())
     return rows
 
 
@@ -393,7 +348,7 @@ def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [("a", "b", "c")]
 
 
-BEFORE_A_COMMAND = ("errors", "options", "config", "launch.job", "report.formatting", "system_errors")
+BEFORE_A_COMMAND = ("errors", "base", "config", "launch.job", "report.formatting")
 """What commands need at once: their options, and what says in one line that no more files may be opened."""
 
 
@@ -408,7 +363,7 @@ def test_a_command_imports_the_package_only_when_it_runs(path: Path):
         for name in found
         if not is_allowed(
             name,
-            {f"{RUNTIME}.{part}" for part in (*BEFORE_A_COMMAND, "cli", "_lazy")},
+            {f"{RUNTIME}.{part}" for part in (*BEFORE_A_COMMAND, "cli")},
         )
     ] == []
 
@@ -464,7 +419,7 @@ def test_importing_the_package_loads_nothing_heavy_and_starts_nothing():
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
-    assert done.stdout.strip() == "['holdfast._lazy'] 1"
+    assert done.stdout.strip() == "['holdfast.base', 'holdfast.base.lazy'] 1"
 
 
 def is_elsewhere(name):

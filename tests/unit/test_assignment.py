@@ -6,11 +6,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from holdfast.base.options import losses_of
 from holdfast.comm.allreduce.adding import groups
 from holdfast.config import Settings
 from holdfast.data.assignment import assign_slices, choose_slices, even_ranges
 from holdfast.errors import ConfigError
-from holdfast.options import losses_of
 
 
 def all_counts(slices, workers):

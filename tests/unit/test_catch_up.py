@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.comm.memory import as_bytes
 from holdfast.config import Settings
 from holdfast.errors import StoreLost

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch import dashboard as of_dashboard

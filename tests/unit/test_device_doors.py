@@ -204,7 +204,7 @@ INTERNAL = {
         "records.types",
         "report",
     )
-} | {"holdfast.torch_private"}
+} | {"holdfast.base.torch_private"}
 """Modules with a list of names that are not for scripts."""
 
 

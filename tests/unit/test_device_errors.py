@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.device_errors import DeviceFailure, classify
+from holdfast.base.device_errors import DeviceFailure, classify
 from holdfast.errors import PeerFailed, ScriptError
 
 HINT = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace might be incorrect."

@@ -139,7 +139,7 @@ def test_the_architecture_page_has_a_row_for_every_room():
 
 def test_every_choice_of_a_setting_is_documented():
     from holdfast import config as settings
-    from holdfast.options import declared
+    from holdfast.base.options import declared
 
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
 
@@ -248,7 +248,7 @@ def test_help_lists_the_basic_options_and_help_all_every_one(run_help):
 
 def test_the_groups_of_help_all_are_those_of_the_reference_page(run_help):
 
-    from holdfast.options import GROUPS
+    from holdfast.base.options import GROUPS
 
     headings = re.findall(r"^(\w.*):$", run_help[1], flags=re.MULTILINE)
 
@@ -345,7 +345,7 @@ def test_the_license_is_whole():
 
 @pytest.mark.parametrize("failing", [None, "setup", "test", "test-torch", "integrations"])
 def test_continuous_integration_runs_the_tests_fails_with_them_and_says_what_each_part_took(failing, tmp_path):
-    from holdfast.torch_private import TRIED
+    from holdfast.base.torch_private import TRIED
 
     make = tmp_path / "make"
     make.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\ntest "$1" != "{failing}"\n')

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.base.options import fields_of, variable
 from holdfast.config import Settings
-from holdfast.options import fields_of, variable
 from holdfast.records.encoding import RECORDS
 from holdfast.records.types import STAMPS
 

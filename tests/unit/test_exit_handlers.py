@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from holdfast.base.phases import Phase
 from holdfast.config import Settings
-from holdfast.phases import Phase
 from holdfast.session import connecting
 
 HANG_S = 0.02

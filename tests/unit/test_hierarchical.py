@@ -12,6 +12,7 @@ from host_threads import SUM_TYPE, Fabric, Thread
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from holdfast.base.orders import is_rounded
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm.allreduce import adding, chain, hierarchical
 from holdfast.comm.allreduce.chain import ChainReduce, is_shorter, visits_of
@@ -19,7 +20,6 @@ from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rai
 from holdfast.comm.allreduce.mover import FabricMover
 from holdfast.comm.allreduce.shm import HostMemory, aligned
 from holdfast.errors import PeerFailed, ScriptError
-from holdfast.orders import is_rounded
 
 
 def some_terms(numbers):

@@ -23,9 +23,9 @@ from holdfast.comm.launchers import (
 )
 from holdfast.comm.surviving import num_hubs
 from holdfast.config import Settings
+from holdfast.engine.start_rank import leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.session.launched import as_launched
-from holdfast.start_rank import leads_at_start, rank_at_start
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

@@ -96,9 +96,9 @@ def test_every_study_is_run_by_a_test(left_in):
 
 
 def test_every_option_of_run_is_passed_to_real_workers_by_a_test(left_in):
+    from holdfast.base.options import fields_of, variable
     from holdfast.cli.run import OPTIONS
     from holdfast.config import Settings
-    from holdfast.options import fields_of, variable
 
     real = [
         words

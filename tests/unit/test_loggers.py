@@ -430,7 +430,7 @@ def write_run(folder, job, steps):
 
 
 def test_records_of_a_dead_launcher_are_found_and_kept(tmp_path, monkeypatch):
-    from holdfast.temporary import TemporaryFolder, sweep
+    from holdfast.base.temporary import TemporaryFolder, sweep
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = TemporaryFolder.make("holdfast-1-", tmp_path)

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from holdfast import notice
+from holdfast.base import notice
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_another_thread_than_the_main_one_leaves_the_handler_alone():
 
 
 def run(code):
-    text = f"import os, signal\nfrom holdfast import notice\n{code}"
+    text = f"import os, signal\nfrom holdfast.base import notice\n{code}"
     return subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from train_reference import train
 
 import holdfast
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import RotatingDigest

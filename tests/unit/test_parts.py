@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.base.torch_private import task_of_backward
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.parts import EXCHANGED, Evidence, Fate
@@ -16,7 +17,6 @@ from holdfast.distributed.sparse import _scaled
 from holdfast.distributed.tasks import Collective
 from holdfast.distributed.tensors import scaled
 from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
-from holdfast.torch_private import task_of_backward
 
 
 def asked(evidence, *tensors, task=-1, policy="fill", spans_job=True, gathers=False):

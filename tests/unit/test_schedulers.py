@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.base.slurm import first_host, hosts, read_step
 from holdfast.errors import ConfigError
 from holdfast.launch.schedulers import read_scheduler
-from holdfast.slurm import first_host, hosts, read_step
 
 KUBEFLOW = {
     "PET_NNODES": "2",

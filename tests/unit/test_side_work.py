@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holdfast import side_work
+from holdfast.base import side_work
 from holdfast.checkpoint import CheckpointStore, steps, take
 from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.comm.surviving import SurvivingGroup

@@ -2,8 +2,8 @@
 
 import pytest
 
+from holdfast.base.phases import Phase
 from holdfast.launch.starting import WARN_AFTER_S, StartupMonitor, StartupStatus
-from holdfast.phases import Phase
 
 LIMIT_S = 20.0
 ABSENT = StartupStatus()

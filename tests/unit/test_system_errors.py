@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from jobs import holdfast as run_command
 
+from holdfast.base.system_errors import error_of_a_new_file, refusal
+from holdfast.base.temporary import TemporaryFolder
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch import fork_server, processes, worker
 from holdfast.launch.run_paths import RunPaths
-from holdfast.system_errors import error_of_a_new_file, refusal
-from holdfast.temporary import TemporaryFolder
 
 
 def refused(number, name=None):

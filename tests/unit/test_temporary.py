@@ -13,15 +13,15 @@ import tempfile
 import pytest
 from small_disk import fill, small_disk
 
+from holdfast.base.temporary import MARKER, TemporaryFolder, sweep
 from holdfast.checkpoint.storage.remote import StagingDirectory
 from holdfast.errors import ConfigError
 from holdfast.launch.run_paths import RunPaths
-from holdfast.temporary import MARKER, TemporaryFolder, sweep
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from holdfast.temporary import TemporaryFolder
+from holdfast.base.temporary import TemporaryFolder
 folder = TemporaryFolder.make("holdfast-", Path(sys.argv[1]))
 print(folder.path, flush=True)
 time.sleep(120)
@@ -29,7 +29,7 @@ time.sleep(120)
 HOLD_BY_A_CHILD = """
 import subprocess, sys
 from pathlib import Path
-from holdfast.temporary import TemporaryFolder
+from holdfast.base.temporary import TemporaryFolder
 folder = TemporaryFolder.make("holdfast-", Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], pass_fds=[folder.lock])
 print(folder.path, child.pid, flush=True)
@@ -216,7 +216,7 @@ def test_a_folder_is_removed_even_if_this_process_may_open_one_file_more(tmp_pat
     code = """
 import os, resource, sys
 from pathlib import Path
-from holdfast.temporary import TemporaryFolder
+from holdfast.base.temporary import TemporaryFolder
 folder = TemporaryFolder.make("holdfast-", Path(sys.argv[1]))
 (folder.path / "a" / "b").mkdir(parents=True)
 (folder.path / "a" / "b" / "file").touch()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 
-from holdfast.torch_private import TRIED, begin_event, rebuild_reducer, untried
+from holdfast.base.torch_private import TRIED, begin_event, rebuild_reducer, untried
 
 SOURCE = Path(__file__).parents[2] / "src" / "holdfast"
 FILES = sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "torch_private.py"})

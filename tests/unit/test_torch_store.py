@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.distributed import rendezvous
+from holdfast.engine.start_rank import CHOSEN_ALONE
 from holdfast.errors import ConfigError
-from holdfast.start_rank import CHOSEN_ALONE
 
 LISTENS = "0A"
 

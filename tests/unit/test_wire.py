@@ -11,13 +11,13 @@ from torch.utils.data import TensorDataset
 from train_reference import train
 
 from holdfast import Session
+from holdfast.base.orders import ORDERS, ROUNDED_ORDERS, base_of, is_rounded, rounded_order, unit_of
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan
 from holdfast.comm.allreduce import alltoall
 from holdfast.comm.allreduce.adding import addable, plan_rows, tree
 from holdfast.comm.allreduce.ordered_add import add_by_torch
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.orders import ORDERS, ROUNDED_ORDERS, base_of, is_rounded, rounded_order, unit_of
 from holdfast.state.order_choice import choose_order, known_order, largest_unit, order_of_checkpoint
 
 LENGTH, DIVISOR = 500, 7.0

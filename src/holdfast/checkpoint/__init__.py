@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast._lazy import lazy
+from holdfast.base.lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.files.kinds import FORMATS

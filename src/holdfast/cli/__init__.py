@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast import system_errors
-from holdfast._lazy import lazy
+from holdfast.base import system_errors
+from holdfast.base.lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.cli.app import app, exit_code_of

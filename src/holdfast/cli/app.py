@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer import Option
 
-from holdfast import system_errors
+from holdfast.base import system_errors
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.dashboard import dashboard

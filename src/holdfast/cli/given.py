@@ -10,7 +10,7 @@ import typer
 from typer import Option
 from typer.core import TyperCommand
 
-from holdfast.options import DeclaredOption
+from holdfast.base.options import DeclaredOption
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

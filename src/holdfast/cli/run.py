@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
+from holdfast.base.options import DeclaredOption, declared, fields_of, losses_of, option, variable
 from holdfast.cli import INTERRUPTED, NO_JOB
 from holdfast.cli.given import GroupedCommand, show_all, takes
 from holdfast.cli.signals import Terminated, sigterm_as_interrupt, uninterrupted
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import MAX_RESPAWNS, Job
-from holdfast.options import DeclaredOption, declared, fields_of, losses_of, option, variable
 
 if TYPE_CHECKING:
     from holdfast.launch.job import JobOutcome

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from holdfast.base.phases import Phase
+from holdfast.base.torch_private import gather_flat
 from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, Placed, Round, SingleRankCommunicator
 from holdfast.comm.groups import (
     FOREVER,
@@ -46,9 +48,7 @@ from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
 from holdfast.membership import Roster, StateRequests, Store
-from holdfast.phases import Phase
 from holdfast.recovery.messages import Note, Progress
-from holdfast.torch_private import gather_flat
 
 _GROUP_S = Phase.GROUP.value.fixed_s
 _PATIENCE_ALONE_S = 5.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from holdfast.base.torch_private import source_of
 from holdfast.comm.base import Message
 from holdfast.comm.c10d import C10dCommunicator
 from holdfast.comm.groups import ThreadedWork, as_peer_failure
@@ -17,7 +18,6 @@ from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed
 from holdfast.membership import Store
 from holdfast.membership.scope import StoreScope
-from holdfast.torch_private import source_of
 
 _SCOPE = "dist/"
 """A session in the same script has agreements of its own, in the same store."""

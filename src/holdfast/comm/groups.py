@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from holdfast.device_errors import DeviceFailure, classify
+from holdfast.base.device_errors import DeviceFailure, classify
+from holdfast.base.torch_private import gloo_options
 from holdfast.errors import InternalError, PeerFailed
 from holdfast.membership import Store
 from holdfast.membership.roster import gathered
-from holdfast.torch_private import gloo_options
 
 FOREVER = timedelta(days=1)
 """Timeout of an operation of the group: a slow peer cannot be told here from an unreachable one."""

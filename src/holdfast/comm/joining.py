@@ -36,12 +36,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from holdfast.base.side_work import say
 from holdfast.comm.launchers import ON_DEATH, LaunchedGroup
 from holdfast.comm.start_wait import LIMIT_S, LONGEST_NAP_S, USUAL, StartLimit, StartWait, named
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
-from holdfast.side_work import say
 
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""

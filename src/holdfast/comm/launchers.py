@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast.base.phases import Phase
+from holdfast.base.slurm import number, read_step
 from holdfast.errors import ConfigError
-from holdfast.phases import Phase
-from holdfast.slurm import number, read_step
 
 _SIZES = {
     "WORLD_SIZE": "",  # set by torchrun, and by Ray Train, Accelerate, DeepSpeed and others

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from holdfast.base.phases import Phase
+from holdfast.base.side_work import say
 from holdfast.comm.launchers import LaunchedGroup
 from holdfast.errors import StoreLost
-from holdfast.phases import Phase
-from holdfast.side_work import say
 
 LIMIT_S = Phase.JOINING.value.fixed_s
 """How long processes wait for each other at the start, unless ``HOLDFAST_START_TIMEOUT_S`` is set."""

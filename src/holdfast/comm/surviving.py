@@ -23,12 +23,12 @@ import os
 import socket
 import time
 
+from holdfast.base.side_work import say
 from holdfast.comm.joining import LEASE_S, HubAddress, JoinedGroup
 from holdfast.comm.launchers import LaunchedGroup
 from holdfast.comm.start_wait import USUAL, StartLimit
 from holdfast.errors import StoreLost
 from holdfast.membership import Hub
-from holdfast.side_work import say
 
 _HUBS = 3
 _END_S = 10.0

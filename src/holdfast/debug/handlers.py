@@ -27,7 +27,7 @@ def handlers_path(run_dir: Path, rank: int) -> Path:
 
 def serve_handlers(path: Path) -> str:
     """Serve torch's handlers of this process at a socket until it ends; return why they cannot be served, else ""."""
-    from holdfast.torch_private import debug_server
+    from holdfast.base.torch_private import debug_server
 
     try:
         path.unlink(missing_ok=True)  # of an earlier start of the job

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not in its __all__
 
-from holdfast.torch_private import JOINED, MODULE_CALL, OBJECT_BROADCAST, OBJECT_GATHERS
+from holdfast.base.torch_private import JOINED, MODULE_CALL, OBJECT_BROADCAST, OBJECT_GATHERS
 
 _BACKWARD_MODULE = "torch.autograd.graph"
 _DDP_MODULE = "torch.nn.parallel.distributed"

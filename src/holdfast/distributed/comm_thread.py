@@ -25,12 +25,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.base.device_errors import DeviceFailure, classify
+from holdfast.base.options import is_set
+from holdfast.base.phases import Phase
+from holdfast.base.side_work import run_aside
 from holdfast.comm.allreduce.mover import FABRIC
 from holdfast.comm.connecting import connect_messages
 from holdfast.comm.seated import SeatedCommunicator
 from holdfast.comm.subgroup import Subgroup
 from holdfast.config import Settings
-from holdfast.device_errors import DeviceFailure, classify
 from holdfast.distributed.debug_mode import compare_calls
 from holdfast.distributed.joining import Joining
 from holdfast.distributed.long_waits import LongWaits
@@ -43,10 +46,7 @@ from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
-from holdfast.options import is_set
-from holdfast.phases import Phase
 from holdfast.records.beacon import end_notes, publish_connecting
-from holdfast.side_work import run_aside
 
 _LOOK_EVERY_S = 0.05
 """Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""

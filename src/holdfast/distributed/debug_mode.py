@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from holdfast.base.options import parse
 from holdfast.errors import ScriptError
-from holdfast.options import parse
 
 if TYPE_CHECKING:
     from holdfast.distributed.tasks import Collective

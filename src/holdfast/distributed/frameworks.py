@@ -10,7 +10,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from holdfast.on_import import Change, when_imported
+from holdfast.base.on_import import Change, when_imported
 
 _BACKEND = "holdfast"
 
@@ -64,7 +64,7 @@ def _watch_sharded_optimizer(module: ModuleType) -> None:
 
 def _agree_on_a_survivor(module: ModuleType) -> None:
     """Let ``join()`` end where all ranks that still had data are lost: DDP looks for one of them to copy the model from."""
-    from holdfast.torch_private import agree_on_common_rank  # late: it needs torch, which is being imported
+    from holdfast.base.torch_private import agree_on_common_rank  # late: it needs torch, which is being imported
 
     def survivor(group: Any) -> int | None:
         alive = getattr(group, "alive_places", [])

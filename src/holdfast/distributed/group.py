@@ -13,7 +13,8 @@ import torch
 import xxhash
 from torch.distributed import ProcessGroup, Work
 
-from holdfast import notice
+from holdfast.base import notice
+from holdfast.base.torch_private import check_version, is_profiling
 from holdfast.distributed.comm_thread import get_engine
 from holdfast.distributed.debug_mode import debug_wanted
 from holdfast.distributed.group_base import Tensors, nothing
@@ -28,7 +29,6 @@ from holdfast.distributed.tasks import P2PTransfer
 from holdfast.distributed.tensors import bytes_of, one, overwrite
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
-from holdfast.torch_private import check_version, is_profiling
 
 _TAGS = 1 << 29
 """Tags of groups lie below it, those of point-to-point messages above."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Work
 
+from holdfast.base.torch_private import is_profiling, task_of_backward
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.members import GroupMembers
@@ -22,7 +23,6 @@ from holdfast.distributed.tasks import Collective
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost, ScriptError
-from holdfast.torch_private import is_profiling, task_of_backward
 
 Tensors = Sequence[torch.Tensor]
 

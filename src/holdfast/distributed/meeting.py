@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from holdfast.base.side_work import say
 from holdfast.engine import exits
 from holdfast.engine.regroup import pass_gate
 from holdfast.errors import PeerFailed
-from holdfast.side_work import say
 
 if TYPE_CHECKING:
     from holdfast.comm.seated import SeatedCommunicator

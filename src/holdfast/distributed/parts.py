@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from holdfast.base.torch_private import is_parameter
 from holdfast.distributed.call_site import OPTIMIZER_PACKAGES, CallSite
-from holdfast.torch_private import is_parameter
 
 _AGAIN = "start again from a checkpoint (holdfast run --max-restarts N does so by itself)"
 _SHARDS = f"{{ranks}} held a shard of the state: {_AGAIN}, or give HSDP a second replica"

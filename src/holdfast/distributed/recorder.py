@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.constants import default_pg_timeout
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.base.side_work import say
 from holdfast.comm.launchers import chosen
 from holdfast.config import RESPAWNS, Settings
 from holdfast.errors import ConfigError
@@ -40,7 +41,6 @@ from holdfast.records.types import (
     StepCommitted,
     WriterDeclared,
 )
-from holdfast.side_work import say
 
 if TYPE_CHECKING:
     from holdfast.comm.seated import SeatedCommunicator

@@ -109,7 +109,7 @@ class Registered:
 
     def _rebuild_reducers(self) -> None:
         """Let all ranks make the collectives of a first step, as the newcomers will."""
-        from holdfast.torch_private import rebuild_reducer
+        from holdfast.base.torch_private import rebuild_reducer
 
         for model in self._models:
             rebuild_reducer(model)
@@ -200,7 +200,7 @@ def _group_of(models: Sequence[Any]) -> HoldfastGroup:
 def _check(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
     from torch import optim
 
-    from holdfast.torch_private import why_not_rebuilt
+    from holdfast.base.torch_private import why_not_rebuilt
 
     if _registered:
         raise ConfigError("holdfast.distributed.register was called before: register all models in one call")

@@ -39,7 +39,7 @@ def watch_rendezvous() -> None:
     has_store = bool(os.environ.get("HOLDFAST_STORE"))
     if not has_store and not os.environ.get("HOLDFAST_SPARES"):
         return
-    from holdfast.torch_private import rendezvous_handlers
+    from holdfast.base.torch_private import rendezvous_handlers
 
     handlers = rendezvous_handlers()
     for scheme, meet in list(handlers.items()):
@@ -70,8 +70,8 @@ def _check_place() -> None:
     Raises:
         ConfigError: if so; not if the script has chosen another place itself.
     """
+    from holdfast.engine.start_rank import CHOSEN_ALONE
     from holdfast.errors import ConfigError
-    from holdfast.start_rank import CHOSEN_ALONE
 
     env = os.environ
     place = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
@@ -157,7 +157,7 @@ def _first_ranks(settings: Settings) -> list[str]:
 def _is_newcomer() -> bool:
     """Return whether this worker has no rank yet: a spare, or one that was started in place of a failed one."""
     from holdfast.config import Settings
-    from holdfast.start_rank import rank_at_start
+    from holdfast.engine.start_rank import rank_at_start
 
     settings = Settings.from_env()
     rank = rank_at_start(settings)
@@ -170,7 +170,7 @@ def _alone() -> Any:
     """Wait for an empty seat, and return the outcome of a rendezvous that needs no other rank."""
     import torch.distributed as dist
 
-    from holdfast import notice
+    from holdfast.base import notice
     from holdfast.distributed.comm_thread import get_engine
     from holdfast.distributed.debug_mode import debug_wanted
 

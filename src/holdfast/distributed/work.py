@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Work
 
-from holdfast.torch_private import begin_event
+from holdfast.base.torch_private import begin_event
 
 if TYPE_CHECKING:
     from holdfast.distributed.staging import Staging

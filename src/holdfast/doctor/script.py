@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.base.torch_private import tree_flatten, tree_map
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import generator_states, seed_slice
@@ -24,7 +25,6 @@ from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
 from holdfast.session.step import Step
-from holdfast.torch_private import tree_flatten, tree_map
 
 _AGAIN = 2
 """Number of repetitions of the step."""

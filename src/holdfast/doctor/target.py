@@ -12,8 +12,8 @@ import torch
 import xxhash
 from torch import nn
 
+from holdfast.base.torch_private import tree_flatten, tree_map
 from holdfast.data.seeds import seed_of, seeded
-from holdfast.torch_private import tree_flatten, tree_map
 
 _ALIGNED_BYTES = 64
 _KEY = 20

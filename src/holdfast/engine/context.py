@@ -12,8 +12,8 @@ from holdfast.models.overlap import OverlapCost
 from holdfast.recovery.messages import NO_NOTE, Action, Note
 
 if TYPE_CHECKING:  # the torch.distributed backend needs none of these
+    from holdfast.base.clock import Clock
     from holdfast.checkpoint import LoadedCheckpoint, WritePlan
-    from holdfast.clock import Clock
     from holdfast.comm import Communicator, OrderedAllReduce
     from holdfast.config import Settings
     from holdfast.faults.process import Injector

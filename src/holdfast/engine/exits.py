@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from holdfast.device_errors import DeviceFailure, classify
+from holdfast.base.device_errors import DeviceFailure, classify
+from holdfast.base.side_work import run_aside
 from holdfast.errors import ScriptError
-from holdfast.side_work import run_aside
 
 _DAEMONS = ("prterun", "prted", "mpirun")
 """Names of the Open MPI processes that start workers."""

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.base.options import MAX_REQUEST, request_in
 from holdfast.comm import broadcast_bytes
 from holdfast.data.position import DataPosition
 from holdfast.engine.context import JobContext
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
-from holdfast.options import MAX_REQUEST, request_in
 from holdfast.records.paths import requests_path
 from holdfast.records.types import SettingChanged
 from holdfast.recovery import Strategy, make_strategy

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast.base.orders import base_of
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm.launchers import chosen
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
 from holdfast.integrity.certified import ChainLink, HashedState
-from holdfast.orders import base_of
 from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.types import (
     CheckpointSaved,

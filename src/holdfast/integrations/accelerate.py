@@ -19,12 +19,12 @@ from torch import nn, optim
 from torch.utils.data import BatchSampler, DataLoader
 
 from holdfast.config import Settings
+from holdfast.engine.start_rank import leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.integrations.folders import complete_folder
 from holdfast.session.prepared import PreparedLoader, prepare
 from holdfast.session.prepared_objects import PreparedOptimizer, PreparedScheduler
 from holdfast.session.session import Session
-from holdfast.start_rank import leads_at_start, rank_at_start
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types here

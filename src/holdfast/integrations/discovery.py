@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from holdfast.on_import import when_imported
+from holdfast.base.on_import import when_imported
 
 NAME = "holdfast"
 """Name of the strategy."""

@@ -28,6 +28,7 @@ from transformers.trainer_callback import EarlyStoppingCallback
 
 from holdfast.comm.launchers import chosen
 from holdfast.config import Settings
+from holdfast.engine.start_rank import leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.integrations import transformers_checks as checks
 from holdfast.integrations.transformers_files import kept_state, read_job
@@ -35,7 +36,6 @@ from holdfast.integrations.transformers_saving import SavingTrainer
 from holdfast.session.prepared_loop import PreparedLoop, SliceLoss
 from holdfast.session.prepared_objects import PreparedOptimizer
 from holdfast.session.session import Session
-from holdfast.start_rank import leads_at_start, rank_at_start
 
 _FLOPS, _TOKENS = "flops", "tokens"
 _FIGURES = (_FLOPS, _TOKENS)

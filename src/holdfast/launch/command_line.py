@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.base.options import fields_of
 from holdfast.config import Settings
 from holdfast.launch.job import MAX_RESPAWNS, Job
 from holdfast.loggers.targets import without_password
-from holdfast.options import fields_of
 
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page", "log_to")
 """Fields whose options :func:`command_line` writes in a special way, or omits."""

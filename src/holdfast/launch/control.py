@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from holdfast.base.options import request_in
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line
 from holdfast.launch.job import Job, refuse
 from holdfast.launch.processes import Process
 from holdfast.launch.run_paths import SHARED
-from holdfast.options import request_in
 from holdfast.recovery.registry import strategy_class, strategy_names
 
 _ABOUT = "job.json"

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.side_work import run_aside
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.command_line import command_line, resume_command
@@ -35,7 +36,6 @@ from holdfast.monitor.token import Token
 from holdfast.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import ActionRequested, Record
-from holdfast.side_work import run_aside
 
 _ANSWER_S = 5.0
 """The launcher answers an action within this time, or is too busy."""

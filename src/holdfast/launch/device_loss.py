@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from holdfast.device_errors import DeviceFailure, classify
+from holdfast.base.device_errors import DeviceFailure, classify
 from holdfast.records.types import DeviceLost
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.base.system_errors import refusal
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, announce, append, check
@@ -16,7 +17,6 @@ from holdfast.launch.nodes import JobStart
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.paths import requests_path
 from holdfast.records.types import ActionRequested
-from holdfast.system_errors import refusal
 
 
 class ElasticWorkers:

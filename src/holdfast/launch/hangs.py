@@ -6,7 +6,7 @@ worker that makes no progress and does not wait, while another worker waits, is 
 
 Operations that are slow by nature are not hangs. The longest one observed that ended without intervention raises the
 limit; the limit is higher until a worker has applied its first step (loading a library holds the GIL, too), and outside
-steps, where no earlier duration is comparable: :mod:`holdfast.phases`. Workers that are marked busy are ignored. If no
+steps, where no earlier duration is comparable: :mod:`holdfast.base.phases`. Workers that are marked busy are ignored. If no
 worker waits, as when all evaluate, only the pulse counts.
 """
 
@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.phases import Phase, times_of
+from holdfast.base.phases import Phase, times_of
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 
 _TIMES = 3.0

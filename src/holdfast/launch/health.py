@@ -6,6 +6,8 @@ import contextlib
 import signal
 from collections.abc import Mapping, Sequence, Set
 
+from holdfast.base.phases import Phase
+from holdfast.base.side_work import run_aside
 from holdfast.debug.stacks import innermost
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import JobAttempt
@@ -18,11 +20,9 @@ from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.starting import StartupFinding, StartupMonitor, StartupStatus
 from holdfast.launch.stragglers import StragglerDetector
 from holdfast.launch.waiting_for import what_workers_wait_for
-from holdfast.phases import Phase
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
-from holdfast.side_work import run_aside
 
 _LOOK_S = 0.25
 _BEFORE_TRAINING = (*UNCONNECTED, "start")

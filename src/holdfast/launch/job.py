@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from holdfast.base.options import option
 from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.target import MODULE
-from holdfast.options import option
 from holdfast.recovery.registry import strategy_class
 from holdfast.setting_choices import POLICIES
 

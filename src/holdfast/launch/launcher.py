@@ -8,7 +8,9 @@ import math
 import time
 from typing import TYPE_CHECKING, Self
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.base.side_work import run_aside
+from holdfast.base.system_errors import refusal
 from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
@@ -41,8 +43,6 @@ from holdfast.records.event_log import EventLog
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
-from holdfast.side_work import run_aside
-from holdfast.system_errors import refusal
 
 if TYPE_CHECKING:
     from holdfast.launch.dashboard import Dashboard

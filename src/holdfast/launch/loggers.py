@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable, is_remote
 from holdfast.launch.rendezvous import hub_places

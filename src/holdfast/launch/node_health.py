@@ -13,10 +13,10 @@ import subprocess
 import tempfile
 import time
 
+from holdfast.base.phases import Phase
 from holdfast.errors import JobError, StoreLost
 from holdfast.launch.job import Job
 from holdfast.membership import Store
-from holdfast.phases import Phase
 
 _LINE = 200
 """Characters of the command's last line that are shown."""

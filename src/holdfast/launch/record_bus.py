@@ -8,7 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.side_work import run_aside
+from holdfast.base.slurm import read_step
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.control import note_wait
@@ -39,8 +41,6 @@ from holdfast.records.types import (
 from holdfast.report.event_lines import EventFormatter, cause_of_death
 from holdfast.report.history import is_distributed
 from holdfast.report.step_times import StepTimes
-from holdfast.side_work import run_aside
-from holdfast.slurm import read_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from holdfast.base.system_errors import is_limit
+from holdfast.base.temporary import TemporaryFolder, is_missing, sweep
 from holdfast.errors import ConfigError
 from holdfast.launch.processes import this_node
-from holdfast.system_errors import is_limit
-from holdfast.temporary import TemporaryFolder, is_missing, sweep
 
 _PREFIX = "holdfast-"
 SHARED = "shared"

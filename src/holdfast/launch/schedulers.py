@@ -4,7 +4,7 @@
 =============  =============================================================================================
 Kubeflow       ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_NPROC_PER_NODE``, ``PET_RDZV_ENDPOINT`` or
                ``PET_MASTER_ADDR`` and ``PET_MASTER_PORT``, ``PET_RDZV_BACKEND``, ``PET_MAX_RESTARTS``
-Slurm          the variables of a step of ``srun``, see :mod:`holdfast.slurm`
+Slurm          the variables of a step of ``srun``, see :mod:`holdfast.base.slurm`
 Kubernetes     ``JOB_COMPLETION_INDEX``, for a job whose number of nodes is known; the exit code of a node that left
 JobSet         ``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``JOB_INDEX``, ``PROCESSES_IN_JOB``: labels that the manifest
                passes on
@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.base.slurm import SlurmStep, hosts, read_step
 from holdfast.errors import ConfigError
-from holdfast.slurm import SlurmStep, hosts, read_step
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 DEFAULT_PORT = 29400

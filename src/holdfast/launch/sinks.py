@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.debugging import OFF, BundleWriter, check_bundles
 from holdfast.launch.job import Job, check_writable

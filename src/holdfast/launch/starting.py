@@ -4,7 +4,7 @@ A worker has arrived once it requests to be connected to the others. Before, it 
 preparations, which may be slow by nature: the limit is the timeout, or three times the slowest arrival so far. A worker
 that has not arrived by then is hung if its process is missing, or if another worker has waited that long. A process that
 a signal stops is not slow, and is hung after the timeout itself. A worker that has asked to be connected, and is not, is
-hung if others are connected and wait: :mod:`holdfast.phases`.
+hung if others are connected and wait: :mod:`holdfast.base.phases`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from holdfast.base.phases import Phase
 from holdfast.launch.hangs import StuckWorker
-from holdfast.phases import Phase
 from holdfast.records.beacon import UNCONNECTED
 from holdfast.records.texts import named_ranks
 

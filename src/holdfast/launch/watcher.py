@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from holdfast.base.side_work import run_aside
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.fork_protocol import FAILED, SUCCEEDED, peer
@@ -51,7 +52,6 @@ from holdfast.launch.worker_context import (
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path, launcher_lost_path, records_path, stop_path
 from holdfast.records.types import WorkerEnded
-from holdfast.side_work import run_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

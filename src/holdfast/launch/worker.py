@@ -21,9 +21,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from holdfast.base.phases import Phase
+from holdfast.base.system_errors import is_limit, refusal
 from holdfast.config import Settings
 from holdfast.debug.handlers import handlers_path, serve_handlers
 from holdfast.debug.stacks import stack_path, write_stacks_on_signal
+from holdfast.engine.start_rank import LOOPBACK, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
 from holdfast.launch.device_loss import device_loss
 from holdfast.launch.gpus import for_slot, hint_for
@@ -40,12 +43,9 @@ from holdfast.launch.worker_context import (
     read_our_clock,
     worker_name,
 )
-from holdfast.phases import Phase
 from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
-from holdfast.start_rank import LOOPBACK, mpi_rank
-from holdfast.system_errors import is_limit, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -177,7 +177,7 @@ def _run(target: Target) -> None:
 
 def _remember_notice(settings: Settings) -> None:
     """Remember a SIGTERM before training, except for newcomers, which no worker depends on yet, and if the job stops."""
-    from holdfast import notice
+    from holdfast.base import notice
 
     is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
     run_dir = Path(settings.run_dir)

@@ -6,15 +6,15 @@ import os
 import time
 from pathlib import Path
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.config import Settings
+from holdfast.engine.start_rank import rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.launch.processes import Process, WatchedWorker, pair_path, this_node
 from holdfast.records.beacon import Beacon
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import beacon_path, records_path
-from holdfast.start_rank import rank_at_start
 
 LOG_DIR = "HOLDFAST_LOG_DIR"
 """Directory in which each worker's output is kept; if not set, output is not redirected."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
 from holdfast.loggers.recoveries import RecoverySpan, RecoveryTrace
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Finished, Record, RunStarted

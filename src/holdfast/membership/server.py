@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+from holdfast.base.side_work import run_aside
 from holdfast.errors import ConfigError
 from holdfast.membership.acts import check_vote
 from holdfast.membership.authentication import (
@@ -28,7 +29,6 @@ from holdfast.membership.authentication import (
 )
 from holdfast.membership.store import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from holdfast.membership.wire import MAX_HELLO_BYTES, LineSplitter, dump, parse
-from holdfast.side_work import run_aside
 
 logger = logging.getLogger("holdfast.membership.hub")
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from holdfast.base.torch_private import buffers_of, copy_each, is_of_normalisation
 from holdfast.errors import ConfigError
 from holdfast.models.constants import HOW_TO_CHOOSE, Constants
-from holdfast.torch_private import buffers_of, copy_each, is_of_normalisation
 
 CHOICES = ("mean", "sum", "first")
 """How the changes that slices make to a buffer may be combined."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from holdfast.base.torch_private import buffers_of, version_of
 from holdfast.errors import ScriptError
-from holdfast.torch_private import buffers_of, version_of
 
 HOW_TO_CHOOSE = (
     'or "sum" (all changes) or "first" (the value after the first slice); in a framework set holdfast_buffers of the'

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.base.torch_private import add_each, copy_each, version_of
 from holdfast.comm import SlotSpan
 from holdfast.comm.allreduce.checksums import TILE
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.bucket_layout import Place, lay_out
 from holdfast.models.buffers import BufferChoices, StepBuffers
-from holdfast.torch_private import add_each, copy_each, version_of
 
 MAX_METRICS = 16
 """Maximum number of metrics that a script may log in a step, including the loss."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import optim
 
+from holdfast.base.torch_private import has_step_hooks
 from holdfast.checkpoint.format import flatten, unflatten
-from holdfast.torch_private import has_step_hooks
 
 UPDATING_EACH_ALONE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 """Classes known to update a parameter from its gradient and its own state only."""

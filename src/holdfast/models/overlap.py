@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.models.gradients import BucketLayout
 from holdfast.models.optimizers import UPDATING_EACH_ALONE, may_write_gradients, updates_each_alone

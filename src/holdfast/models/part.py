@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast.base.torch_private import zero_each
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.flips import optimizer_state, weights
 from holdfast.errors import CheckpointError, ConfigError
@@ -20,7 +21,6 @@ from holdfast.models.gradients import BucketLayout, SliceGradients
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.step_gradients import StepGradients
 from holdfast.models.training_state import clone, model_tensors, state_sha256
-from holdfast.torch_private import zero_each
 
 
 class Stateful(Protocol):

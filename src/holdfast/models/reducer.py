@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.base.orders import base_of
 from holdfast.comm import OrderedAllReduce
 from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.data.plan import MiniBatch
 from holdfast.faults.process import Injector
 from holdfast.models.part import ModelPart
-from holdfast.orders import base_of
 
 
 class ReducedBucket(NamedTuple):

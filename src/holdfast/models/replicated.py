@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
 from holdfast.engine.context import JobContext

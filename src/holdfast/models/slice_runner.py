@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from holdfast.base.device_errors import DeviceFailure, classify
 from holdfast.comm.allreduce.adding import SINGLE_ROWS, RowPlan, plan_rows
 from holdfast.data.plan import MiniBatch
-from holdfast.device_errors import DeviceFailure, classify
 from holdfast.engine.flips import NOT_WATCHED, flip_outputs
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.backward_overlap import BackwardOverlap, why_never

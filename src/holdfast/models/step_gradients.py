@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from holdfast.base.torch_private import scale_each
 from holdfast.comm import MeanDivisor
 from holdfast.comm.allreduce.adding import SINGLE_ROWS, RowPlan
 from holdfast.data.plan import MiniBatch
 from holdfast.models.gradients import MAX_METRICS, BucketLayout, SliceGradients
-from holdfast.torch_private import scale_each
 
 Room = Callable[[int], torch.Tensor]
 """Returns the memory of the first, second, ... local slice of a step."""

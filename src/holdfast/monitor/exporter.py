@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.monitor.metrics import METRICS, Metric, RunMetrics, Value
 from holdfast.records.queued import NotTaken

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from holdfast.base.side_work import run_aside
 from holdfast.records.activity import current_activity
 from holdfast.records.life_lock import LOCK_BYTES, PeerLocks, hold_life_lock, wait_for_end
 from holdfast.records.paths import beacon_path
-from holdfast.side_work import run_aside
 
 _COMPUTED_STEPS = 15
 """Number of steps in the median of the compute time: a single step with an evaluation in it does not count."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
 from holdfast.records.types import STAMPS, Record
 
 _Record = TypeVar("_Record", bound=Record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast._lazy import lazy
+from holdfast.base.lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.recovery.forward import Forward

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from holdfast.base.registered import Registry
 from holdfast.errors import ConfigError
-from holdfast.registered import Registry
 
 if TYPE_CHECKING:
     from holdfast.recovery.strategy import Strategy

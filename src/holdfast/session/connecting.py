@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.base.options import is_set
+from holdfast.base.torch_private import check_version
 from holdfast.comm import Communicator, VirtualCommunicator, connect, device_of
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.comm.launchers import MPI_INIT_S, chosen, under_mpirun
@@ -18,7 +20,6 @@ from holdfast.engine.context import CommittedState, JobContext, LiveSettings, Lo
 from holdfast.engine.injection import make_faults, reach_point
 from holdfast.errors import ConfigError
 from holdfast.faults import points
-from holdfast.options import is_set
 from holdfast.records.beacon import NoBeacon, connected_beacon, end_notes, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
@@ -26,7 +27,6 @@ from holdfast.records.paths import records_path
 from holdfast.session.launched import LaunchReport, join_launched
 from holdfast.state.manager import CheckpointManager
 from holdfast.state.order_choice import known_order
-from holdfast.torch_private import check_version
 
 
 def check_device(device: torch.device, settings: Settings) -> None:

@@ -9,12 +9,12 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
+from holdfast.base.options import is_set
+from holdfast.base.side_work import say
 from holdfast.comm.launchers import LaunchedGroup, chosen, own_group, sole_process
 from holdfast.comm.start_wait import StartLimit, named
 from holdfast.config import Settings
-from holdfast.options import is_set
 from holdfast.records.types import Finished, Record, Recovered, RunStarted
-from holdfast.side_work import say
 
 if TYPE_CHECKING:
     from holdfast.comm.joining import JoinedGroup, SoleProcess

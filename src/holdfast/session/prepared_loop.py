@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from holdfast.base.torch_private import version_of
 from holdfast.engine.loop import Pause
 from holdfast.errors import InternalError, ScriptError
 from holdfast.models.loss import check_name, figure_of
@@ -21,7 +22,6 @@ from holdfast.session.opened import OpenedLoop
 from holdfast.session.script_end import save_at_end
 from holdfast.session.session import Session
 from holdfast.session.step import Step
-from holdfast.torch_private import version_of
 
 
 class LoopPhase(enum.Enum):

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast import notice
+from holdfast.base import notice
 from holdfast.comm import Communicator
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.source import DataOptions, open_source

@@ -8,11 +8,11 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
+from holdfast.base.torch_private import drop_graph
 from holdfast.data.plan import MiniBatch
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, loss_of
 from holdfast.session.media import Histogram, Image
-from holdfast.torch_private import drop_graph
 
 _Made = TypeVar("_Made")
 

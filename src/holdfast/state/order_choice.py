@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from holdfast.base.orders import UNITS, base_of, is_rounded, rounded_order
 from holdfast.comm.memory import host_id
 from holdfast.config import Settings
 from holdfast.data.assignment import even_ranges
 from holdfast.errors import ConfigError
-from holdfast.orders import UNITS, base_of, is_rounded, rounded_order
 from holdfast.setting_choices import AUTO, ORDERS
 
 if TYPE_CHECKING:

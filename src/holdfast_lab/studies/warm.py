@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.torch_private import buffers_of, parameters_of
+from holdfast.base.torch_private import buffers_of, parameters_of
 
 
 class WarmState(Protocol):

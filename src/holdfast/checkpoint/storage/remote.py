@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.base.temporary import TemporaryFolder, sweep
 from holdfast.checkpoint.blocks import BLOCK_BYTES, run
 from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.checkpoint.storage.local import explained
 from holdfast.checkpoint.storage.objects import ObjectClient
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
-from holdfast.temporary import TemporaryFolder, sweep
 
 _Result = TypeVar("_Result")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.base.orders import UNITS, base_of, is_rounded, rounded_order, unit_of
 from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
-from holdfast.orders import UNITS, base_of, is_rounded, rounded_order, unit_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _WIDE = "-wide"

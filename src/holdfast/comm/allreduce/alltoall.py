@@ -12,7 +12,7 @@ Slices that an owner may add locally without changing a bit are sent as their su
 process sends its own rows only. Where some have more rows than others, as after a loss, the shares are such that none
 sends much more than another (:mod:`~holdfast.comm.allreduce.parts`).
 
-In the orders that round to bfloat16 (:mod:`holdfast.orders`), units and results are sent in 16 bits, and only sums of
+In the orders that round to bfloat16 (:mod:`holdfast.base.orders`), units and results are sent in 16 bits, and only sums of
 parts of a unit in 32.
 
 Received parts lie in one buffer that all spans use in turn (:mod:`~holdfast.comm.allreduce.message_memory`).
@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.base.orders import base_of, is_rounded, unit_of
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption
 from holdfast.comm.allreduce.message_memory import MessageMemory
 from holdfast.comm.allreduce.parts import BALANCED_BYTES, Division, divide
 from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan
 from holdfast.comm.base import Collectives
-from holdfast.orders import base_of, is_rounded, unit_of
 
 _MOST_KEPT = 512
 """Maximum number of spans whose plans are kept from step to step."""

@@ -37,6 +37,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from holdfast.base.orders import base_of, is_rounded
 from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
 from holdfast.comm.allreduce.alltoall import Row, row_type
 from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
@@ -46,7 +47,6 @@ from holdfast.comm.allreduce.mover import Mover, RoundMover
 from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
 from holdfast.comm.base import Collectives, Round
 from holdfast.errors import ScriptError
-from holdfast.orders import base_of, is_rounded
 
 ORDER_BETWEEN_HOSTS = "tree"
 """The order in which a host may add its slices before sending, also if units are rounded."""

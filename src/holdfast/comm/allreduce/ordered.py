@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from holdfast.base.orders import base_of
 from holdfast.comm.allreduce.adding import MeanDivisor
 from holdfast.comm.allreduce.alltoall import AllToAllReduce
 from holdfast.comm.allreduce.chain import ORDER_IN_CHAIN, ChainReduce, is_shorter
@@ -23,7 +24,6 @@ from holdfast.comm.allreduce.mover import MakeMover, Mover, fabric_mover
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
-from holdfast.orders import base_of
 
 __all__ = ["SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"]
 

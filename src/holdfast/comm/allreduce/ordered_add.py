@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from holdfast.base.device_errors import DeviceFailure, classify
+from holdfast.base.orders import is_rounded
 from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor, Terms
 from holdfast.comm.allreduce.checksums import Altered, ChecksummedVector, ignore_corruption
-from holdfast.device_errors import DeviceFailure, classify
-from holdfast.orders import is_rounded
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernel can be compiled; wheels of torch for CUDA bring Triton with them."""

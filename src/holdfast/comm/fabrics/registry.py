@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from holdfast.registered import Registry
+from holdfast.base.registered import Registry
 
 if TYPE_CHECKING:
     from holdfast.comm.fabrics.base import Fabric

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast._lazy import lazy
+from holdfast.base.lazy import lazy
 
 if TYPE_CHECKING:
     from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn, optim
 
 from holdfast.config import Settings
+from holdfast.engine.start_rank import leads_at_start
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
@@ -22,7 +23,6 @@ from holdfast.session.prepared import PreparedLoader
 from holdfast.session.prepared_loop import LoopPhase, PreparedLoop
 from holdfast.session.prepared_objects import OptimizerGroup, PreparedScheduler
 from holdfast.session.session import Session
-from holdfast.start_rank import leads_at_start
 
 
 class _FabricLoader:

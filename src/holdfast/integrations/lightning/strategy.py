@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn, optim
 
 from holdfast.config import Settings
+from holdfast.engine.start_rank import leads_at_start
 from holdfast.errors import ConfigError, InternalError, ScriptError
 from holdfast.integrations.lightning.agreement import in_turn
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
@@ -36,7 +37,6 @@ from holdfast.integrations.lightning.support import (
 )
 from holdfast.session.prepared_loop import PreparedLoop
 from holdfast.session.session import Session
-from holdfast.start_rank import leads_at_start
 
 _POSITION = "holdfast"
 """Key of the position in the data, in a checkpoint."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast._lazy import lazy
+from holdfast.base.lazy import lazy
 from holdfast.errors import TrainingFailed
 from holdfast.integrations.ray.configs import RunConfig, ScalingConfig
 

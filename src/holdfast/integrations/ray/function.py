@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.base.temporary import TemporaryFolder
 from holdfast.errors import ConfigError
-from holdfast.temporary import TemporaryFolder
 
 MODULE = "holdfast.integrations.ray.train_fn"
 """What the workers run: it calls the function."""

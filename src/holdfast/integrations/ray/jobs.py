@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.base.options import declared
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.integrations.ray import function
@@ -14,7 +15,6 @@ from holdfast.integrations.ray.configs import JobScale
 from holdfast.launch.job import MAX_RESPAWNS, Job, check
 from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.target import module_file
-from holdfast.options import declared
 
 _CHOSEN_HERE = (
     *("workers", "fabric", "spares", "token"),

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.torch_private import logging_data
+from holdfast.base.torch_private import logging_data
 from holdfast_lab.studies.exact.unordered import sum_unordered
 from holdfast_lab.workloads import loss_of, make_model, make_optimizer
 
