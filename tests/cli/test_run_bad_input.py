@@ -14,7 +14,6 @@ BAD = {
         ["--strategy", "hope"],
         "--strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'",
     ),
-    "unknown update": (["--update", "soon"], "--update must be one of lazy, eager, got 'soon'"),
     "stop before the first step": (["--stop-after", "-1"], "--stop-after must be at least 0, got -1"),
     "unknown guard": (["--guard", "cure"], "--guard must be one of stop, warn, heal, off, got 'cure'"),
     "checksums that nobody looks at": (
