@@ -23,10 +23,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.monitor.feed import Feed
-from holdfast.monitor.server import DashboardServer
-from holdfast.monitor.token import Token
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor.feed import Feed
+from holdfast.observe.monitor.server import DashboardServer
+from holdfast.observe.monitor.token import Token
+from holdfast.observe.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import (
     CheckpointSaved,

@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from large_job import LargeRun  # noqa: E402 - found through the line above
 from watched_job import WatchedJob, free_port  # noqa: E402
 
-from holdfast.monitor.feed import Feed  # noqa: E402
-from holdfast.monitor.server import DashboardServer  # noqa: E402
-from holdfast.monitor.token import Token  # noqa: E402
+from holdfast.observe.monitor.feed import Feed  # noqa: E402
+from holdfast.observe.monitor.server import DashboardServer  # noqa: E402
+from holdfast.observe.monitor.token import Token  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 WIDTHS = {"wide": 1400, "narrow": 400}

@@ -21,7 +21,7 @@ from holdfast.base.phases import Phase
 from holdfast.cli import app, exit_code_of
 from holdfast.cli.run import OPTIONS
 from holdfast.config import Settings
-from holdfast.monitor.metrics import METRICS
+from holdfast.observe.monitor.metrics import METRICS
 from holdfast.records.encoding import RECORDS
 from holdfast.report.goodput import CAUSES
 

@@ -9,9 +9,9 @@ import page_states
 import pytest
 from page_server import PageServer
 
-from holdfast.monitor.feed import Feed
-from holdfast.monitor.server import DashboardServer
-from holdfast.monitor.token import Token
+from holdfast.observe.monitor.feed import Feed
+from holdfast.observe.monitor.server import DashboardServer
+from holdfast.observe.monitor.token import Token
 
 pytest.importorskip("playwright", reason="not installed: run make browser")
 

@@ -189,7 +189,7 @@ def test_a_real_prometheus_scrapes_a_job_and_answers_the_dashboard(tmp_path):
 def test_promtool_accepts_the_alerts_and_the_metrics(tmp_path):
     if shutil.which("promtool") is None:
         pytest.skip("there is no promtool: apt-get install prometheus")
-    from holdfast.monitor.exporter import MetricsExporter
+    from holdfast.observe.monitor.exporter import MetricsExporter
 
     class Stopped:
         def now_s(self):

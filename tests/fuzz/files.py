@@ -17,7 +17,7 @@ from holdfast.checkpoint.format import unflatten
 from holdfast.data.stream_state import decode_state, encode_state
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.faults.plan import Fault, FaultPlan
-from holdfast.monitor.followed import FollowedFolder
+from holdfast.observe.monitor.followed import FollowedFolder
 from holdfast.records.encoding import record_to_dict
 from holdfast.records.files import load_events, parse_record
 from holdfast.records.types import StepCommitted, WorkerEnded

@@ -18,10 +18,10 @@ from holdfast.membership.server import check_request
 from holdfast.membership.state_requests import StreamSecrets
 from holdfast.membership.store import derive_key
 from holdfast.membership.wire import MAX_HELLO_BYTES, LineSplitter, dump, parse
-from holdfast.monitor.feed import Feed
-from holdfast.monitor.server import DashboardServer
-from holdfast.monitor.token import Token
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor.feed import Feed
+from holdfast.observe.monitor.server import DashboardServer
+from holdfast.observe.monitor.token import Token
+from holdfast.observe.monitor.view import LiveState, RunInfo
 from holdfast.state.stream_wire import receive_header
 
 TOKEN = "a token"  # noqa: S105

@@ -12,9 +12,9 @@ pytest.importorskip("wandb", reason="make loggers")
 pytest.importorskip("mlflow", reason="make loggers")
 from logged import STEPS, Start
 
-from holdfast.loggers.mlflow import MlflowLogger
-from holdfast.loggers.steps import LoggedStep
-from holdfast.loggers.wandb import WandbLogger, run_files, steps_in
+from holdfast.observe.loggers.mlflow import MlflowLogger
+from holdfast.observe.loggers.steps import LoggedStep
+from holdfast.observe.loggers.wandb import WandbLogger, run_files, steps_in
 
 
 def steps(numbers, **more):
@@ -39,7 +39,7 @@ def history_of(folder, run_id):
     """What the files of W&B have of each step, as W&B's own classes read them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from holdfast.loggers.wandb import _records
+    from holdfast.observe.loggers.wandb import _records
 
     found = []
     for file in run_files(folder, run_id):
@@ -148,10 +148,10 @@ def test_the_launcher_imports_no_torch(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
-        "from holdfast.loggers.mlflow import MlflowLogger\n"
-        "from holdfast.loggers.steps import LoggedStep\n"
-        "from holdfast.loggers.tensorboard import TensorBoardLogger\n"
-        "from holdfast.loggers.wandb import WandbLogger\n"
+        "from holdfast.observe.loggers.mlflow import MlflowLogger\n"
+        "from holdfast.observe.loggers.steps import LoggedStep\n"
+        "from holdfast.observe.loggers.tensorboard import TensorBoardLogger\n"
+        "from holdfast.observe.loggers.wandb import WandbLogger\n"
         "step = LoggedStep(step=0, time_s=1.0, metrics={'loss': 1.0})\n"
         "for logger in (TensorBoardLogger(Path('tb')), MlflowLogger('ml', 'abc'), WandbLogger('p', 'abc')):\n"
         "    logger.open(); logger.write([step]); logger.close(is_done=True)\n"

@@ -11,10 +11,10 @@ pytest.importorskip("tensorboard", reason="make loggers")
 from logged import LOGGED, LOGGED_JOB, STEPS, Start, scalars_of, steps_on_disk
 
 from holdfast.faults.kinds import PHASES
-from holdfast.loggers.leftovers import RunRecords
-from holdfast.loggers.sink import LoggerSink
-from holdfast.loggers.steps import LoggedImage, LoggedStep
-from holdfast.loggers.tensorboard import TensorBoardLogger
+from holdfast.observe.loggers.leftovers import RunRecords
+from holdfast.observe.loggers.sink import LoggerSink
+from holdfast.observe.loggers.steps import LoggedImage, LoggedStep
+from holdfast.observe.loggers.tensorboard import TensorBoardLogger
 from holdfast.records.types import RunStarted, StepCommitted
 
 
@@ -183,7 +183,7 @@ def test_a_log_that_cannot_be_written_is_continued_in_a_new_file(tmp_path, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.loggers.tensorboard.os.write", torn)
+        patch.setattr("holdfast.observe.loggers.tensorboard.os.write", torn)
         with pytest.raises(NotTaken, match="No space left on device"):
             sink.take([commit(2)])
         with pytest.raises(NotTaken, match="No space left on device"):

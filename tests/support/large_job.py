@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor.view import LiveState, RunInfo
 from holdfast.records.types import (
     CheckpointSaved,
     FailureSeen,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jobs import ROOT, clean_env
 
-from holdfast.loggers.tensorboard import read_events
+from holdfast.observe.loggers.tensorboard import read_events
 from holdfast.records.files import read_run
 from holdfast.records.types import CheckpointSaved, StepCommitted
 

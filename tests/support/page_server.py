@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-PAGE = Path(str(files("holdfast.monitor"))) / "page"
+PAGE = Path(str(files("holdfast.observe.monitor"))) / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 KEEP_ALIVE_S = 5.0

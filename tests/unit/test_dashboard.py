@@ -19,8 +19,8 @@ from holdfast.launch.control import announce
 from holdfast.launch.dashboard import Dashboard
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
-from holdfast.monitor.feed import Refused
-from holdfast.monitor.token import NAME
+from holdfast.observe.monitor.feed import Refused
+from holdfast.observe.monitor.token import NAME
 
 
 def a_job(folder, **options):

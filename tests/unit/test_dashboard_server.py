@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.monitor import server as of_server
-from holdfast.monitor.feed import Feed, Refused, run_id
-from holdfast.monitor.log_lines import last_lines
-from holdfast.monitor.server import MOST_STREAMS, DashboardServer, is_loopback
-from holdfast.monitor.token import NAME, Token
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor import server as of_server
+from holdfast.observe.monitor.feed import Feed, Refused, run_id
+from holdfast.observe.monitor.log_lines import last_lines
+from holdfast.observe.monitor.server import MOST_STREAMS, DashboardServer, is_loopback
+from holdfast.observe.monitor.token import NAME, Token
+from holdfast.observe.monitor.view import LiveState, RunInfo
 from holdfast.records.types import StepCommitted
 
 BAD = "<script>alert('&\")</script>"
@@ -273,7 +273,7 @@ def test_a_stream_begins_with_everything_and_goes_on_with_changes(tmp_path):
 
 def test_a_reader_that_stops_reading_is_dropped_and_holds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(of_server._Handler, "timeout", 0.3)
-    monkeypatch.setattr("holdfast.monitor.feed.CHANGE_S", 0.001)
+    monkeypatch.setattr("holdfast.observe.monitor.feed.CHANGE_S", 0.001)
     with serving(tmp_path) as server, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", server.port))

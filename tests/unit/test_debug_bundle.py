@@ -16,9 +16,6 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.config import Settings
-from holdfast.debug import bundle, handlers, stacks
-from holdfast.debug.bundle import BundleSource, write_bundle
-from holdfast.debug.redaction import REDACTED, helpful, redact, secrets_of
 from holdfast.errors import ConfigError
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
@@ -28,6 +25,9 @@ from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.types import JobRestarted, Recovered, WorkerFenced
+from holdfast.tools.debug import bundle, handlers, stacks
+from holdfast.tools.debug.bundle import BundleSource, write_bundle
+from holdfast.tools.debug.redaction import REDACTED, helpful, redact, secrets_of
 
 PLANTED = "S3cr3t-pl4nted-value"
 
@@ -210,7 +210,7 @@ def test_a_bundle_of_nothing_is_refused_in_one_line(words, message, tmp_path, mo
 HOLDS_THE_GIL = """
     import ctypes, sys
     from pathlib import Path
-    from holdfast.debug.stacks import stack_path, write_stacks_on_signal
+    from holdfast.tools.debug.stacks import stack_path, write_stacks_on_signal
     write_stacks_on_signal(stack_path(Path(sys.argv[1]), 3))
     print("ready", flush=True)
     def stuck():
@@ -387,7 +387,7 @@ def test_only_the_draft_of_this_launcher_is_removed(tmp_path, monkeypatch):
 
 
 def test_many_files_have_a_smaller_share_each_and_unused_shares_go_to_the_later_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.debug.bundle._MOST_OF_FOLDER", 4000)
+    monkeypatch.setattr("holdfast.tools.debug.bundle._MOST_OF_FOLDER", 4000)
     (tmp_path / "logs").mkdir()
     for rank, size in enumerate((10, 5000, 5000)):
         (tmp_path / "logs" / f"rank-{rank}.log").write_text("line\n" * (size // 5))

@@ -17,9 +17,9 @@ from holdfast import checkpoint
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
 from holdfast.comm.fabrics.gloo import GlooFabric
 from holdfast.distributed.group import HoldfastGroup
-from holdfast.doctor.machine import why_unusable
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.tools.doctor.machine import why_unusable
 
 SAMPLES, BATCH, STEPS = 32, 8, 4
 VIRTUAL = {"fabric": "virtual", "workers": 4, "slices": 4, "bucket_bytes": 64}

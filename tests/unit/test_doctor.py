@@ -14,17 +14,17 @@ from train_broken import BREAKS, train
 
 from holdfast import Session, Sharded
 from holdfast.cli.doctor import doctor
-from holdfast.doctor.checks import Findings, examine
-from holdfast.doctor.findings import ScriptFindings, blame
-from holdfast.doctor.layers import usual_subjects
-from holdfast.doctor.machine import why_unusable
-from holdfast.doctor.report import checks_of, is_exact, lines_of
-from holdfast.doctor.script import ScriptInspected, ScriptInspector
-from holdfast.doctor.subprocesses import inspect
-from holdfast.doctor.target import DoctorTarget, is_misaligned, results_of
 from holdfast.errors import ConfigError
 from holdfast.session.reinit_context import application
 from holdfast.state.gpu_platform import GpuDescription, gpu_properties
+from holdfast.tools.doctor.checks import Findings, examine
+from holdfast.tools.doctor.findings import ScriptFindings, blame
+from holdfast.tools.doctor.layers import usual_subjects
+from holdfast.tools.doctor.machine import why_unusable
+from holdfast.tools.doctor.report import checks_of, is_exact, lines_of
+from holdfast.tools.doctor.script import ScriptInspected, ScriptInspector
+from holdfast.tools.doctor.subprocesses import inspect
+from holdfast.tools.doctor.target import DoctorTarget, is_misaligned, results_of
 
 NAMES = {name: made.__name__ for name, made in BREAKS.items()}
 FACTS = {

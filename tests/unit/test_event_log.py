@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.debug.bundle import BundleSource, write_bundle
 from holdfast.errors import ConfigError
 from holdfast.launch.sizes import size_in_bytes
-from holdfast.monitor.followed import FollowedFolder, GrowingEvents
+from holdfast.observe.monitor.followed import FollowedFolder, GrowingEvents
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import complete_lines, load_events, read_event_files
 from holdfast.records.paths import event_files, events_path
 from holdfast.records.types import StepCommitted
 from holdfast.report import write_report
 from holdfast.report.against import read_losses
+from holdfast.tools.debug.bundle import BundleSource, write_bundle
 
 
 def step(number):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from trainer_server import TrainerServer
 
-from holdfast.monitor.kubeflow import ProgressReporter, progress_reporter
+from holdfast.observe.monitor.kubeflow import ProgressReporter, progress_reporter
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import JobRestarted, Recovered, RunStarted, StepCommitted
 

@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job, check
-from holdfast.loggers.targets import LogTarget
+from holdfast.observe.loggers.targets import LogTarget
 
 
 def job(script="train.py", **fields):

@@ -9,10 +9,10 @@ import random
 import pytest
 from view_runs import a_kill, begun, finished, recovery, steps
 
-from holdfast.monitor.checkpoints import MOST_CHECKPOINTS
-from holdfast.monitor.lanes import MOST_SPANS, Lanes
-from holdfast.monitor.series import Series
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor.checkpoints import MOST_CHECKPOINTS
+from holdfast.observe.monitor.lanes import MOST_SPANS, Lanes
+from holdfast.observe.monitor.series import Series
+from holdfast.observe.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
     ActionRequested,

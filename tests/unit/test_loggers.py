@@ -15,12 +15,12 @@ from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line
 from holdfast.launch.job import Job
 from holdfast.launch.loggers import check_targets, find_leftovers, open_loggers
-from holdfast.loggers.leftovers import Leftovers, RunRecords, mark_run
-from holdfast.loggers.mlflow import metric_name
-from holdfast.loggers.recoveries import RecoveryTrace
-from holdfast.loggers.sink import GAP_S, MOST_UNWRITTEN, LoggerSink
-from holdfast.loggers.steps import MOST_WAITING
-from holdfast.loggers.targets import LOGGERS, parse_targets
+from holdfast.observe.loggers.leftovers import Leftovers, RunRecords, mark_run
+from holdfast.observe.loggers.mlflow import metric_name
+from holdfast.observe.loggers.recoveries import RecoveryTrace
+from holdfast.observe.loggers.sink import GAP_S, MOST_UNWRITTEN, LoggerSink
+from holdfast.observe.loggers.steps import MOST_WAITING
+from holdfast.observe.loggers.targets import LOGGERS, parse_targets
 from holdfast.records.files import FileRecorder
 from holdfast.records.paths import records_path
 from holdfast.records.queued import NotTaken

@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast import Histogram, Image
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.loggers.leftovers import RunRecords
-from holdfast.loggers.media import MediaFiles
-from holdfast.loggers.sink import LoggerSink
+from holdfast.observe.loggers.leftovers import RunRecords
+from holdfast.observe.loggers.media import MediaFiles
+from holdfast.observe.loggers.sink import LoggerSink
 from holdfast.records.files import read_run
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import HistogramLogged, ImageLogged, RunStarted, StepCommitted
@@ -294,7 +294,7 @@ def test_what_cannot_be_shown_is_counted_and_said_once(folder):
 
 
 def test_while_a_log_cannot_be_opened_few_files_are_kept(folder, monkeypatch):
-    monkeypatch.setattr("holdfast.loggers.media.MOST_WAITING", 3)
+    monkeypatch.setattr("holdfast.observe.loggers.media.MOST_WAITING", 3)
     sink = LoggerSink(logger := Logger("images"), RunRecords(run_dir=folder, epoch_s=0.0), say=(said := []).append)
     opens = logger.open
     monkeypatch.setattr(logger, "open", lambda: (_ for _ in ()).throw(OSError("gone")))

@@ -12,7 +12,7 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job
 from holdfast.launch.sinks import check_sinks, host_and_port
-from holdfast.monitor.metrics import BUCKETS_S, METRICS, Observations, RunMetrics
+from holdfast.observe.monitor.metrics import BUCKETS_S, METRICS, Observations, RunMetrics
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import (
     CheckpointSaved,
@@ -217,7 +217,7 @@ class Stopped:
 
 def exporter(**how):
     pytest.importorskip("prometheus_client", reason="install the dependency group dev")
-    from holdfast.monitor.exporter import MetricsExporter
+    from holdfast.observe.monitor.exporter import MetricsExporter
 
     return MetricsExporter(range(3), Stopped(), **how)
 

@@ -19,9 +19,9 @@ from holdfast.data.ledger import PositionRanges, SampleCounts, StreamLedger
 from holdfast.data.plan import PlanCursor
 from holdfast.data.stream import CHUNK, Stream, StreamMark
 from holdfast.data.stream_state import decode_state, encode_state
-from holdfast.doctor.script import ScriptInspected, ScriptInspector
 from holdfast.errors import CheckpointError, ConfigError, InternalError
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.tools.doctor.script import ScriptInspected, ScriptInspector
 
 BATCH = 8
 

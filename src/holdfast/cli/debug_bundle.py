@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 if TYPE_CHECKING:
-    from holdfast.debug.bundle import BundleSource
     from holdfast.launch.control import RunningJob
+    from holdfast.tools.debug.bundle import BundleSource
 
 
 def debug_bundle(
@@ -35,8 +35,8 @@ def debug_bundle(
 
     Example: holdfast debug-bundle out
     """
-    from holdfast.debug.bundle import write_bundle
     from holdfast.errors import ConfigError
+    from holdfast.tools.debug.bundle import write_bundle
 
     if directory is not None and job is not None:
         raise ConfigError("give a report directory or --job NUMBER, not both")
@@ -64,8 +64,8 @@ def _live(running: RunningJob) -> BundleSource:
 
 
 def _finished(directory: Path | None) -> BundleSource:
-    from holdfast.debug.bundle import BundleSource
     from holdfast.errors import ConfigError
+    from holdfast.tools.debug.bundle import BundleSource
 
     assert directory is not None
     if not (directory / "report.json").is_file():

@@ -53,7 +53,7 @@ def doctor(
         raise ConfigError(
             f"--device {device} is for common layers: a script's model is on the device that the script chooses"
         )
-    from holdfast.doctor.subprocesses import inspect
+    from holdfast.tools.doctor.subprocesses import inspect
 
     try:
         with sigterm_as_interrupt():
@@ -67,7 +67,7 @@ def doctor(
 def _show(said: dict[str, Any], *, as_json: bool) -> int:
     """Print the findings; return the exit code."""
     from holdfast.cli.tables import say
-    from holdfast.doctor.report import checks_of, is_exact, lines_of
+    from holdfast.tools.doctor.report import checks_of, is_exact, lines_of
 
     checks = checks_of(said["full"], said["brief"])
     if as_json:

@@ -89,7 +89,7 @@ def _state(job: ObservedJob) -> dict[str, Any]:
 
 
 def _show_folder(directory: Path, *, as_json: bool) -> int:
-    from holdfast.monitor.followed import FollowedFolder
+    from holdfast.observe.monitor.followed import FollowedFolder
     from holdfast.report.files import load_report
 
     run = FollowedFolder(directory, directory.resolve().name)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from holdfast.base.system_errors import error_of_a_new_file, is_limit
 from holdfast.config import RESPAWNS, Settings
-from holdfast.debug.stacks import stack_path
 from holdfast.engine.start_rank import CHOSEN_ALONE, LOOPBACK
 from holdfast.launch.fork_protocol import FORK_SERVER
 from holdfast.launch.fork_server import ForkServer
@@ -35,6 +34,7 @@ from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
 from holdfast.report.event_lines import cause_of_death
+from holdfast.tools.debug.stacks import stack_path
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"

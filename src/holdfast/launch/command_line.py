@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.base.options import fields_of
 from holdfast.config import Settings
 from holdfast.launch.job import MAX_RESPAWNS, Job
-from holdfast.loggers.targets import without_password
+from holdfast.observe.loggers.targets import without_password
 
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page", "log_to")
 """Fields whose options :func:`command_line` writes in a special way, or omits."""

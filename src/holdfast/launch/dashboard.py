@@ -29,11 +29,11 @@ from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import host_and_port
 from holdfast.launch.stopping import StopProcedure
-from holdfast.monitor.feed import Feed, Refused, run_id
-from holdfast.monitor.log_lines import last_lines
-from holdfast.monitor.server import DashboardServer
-from holdfast.monitor.token import Token
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor.feed import Feed, Refused, run_id
+from holdfast.observe.monitor.log_lines import last_lines
+from holdfast.observe.monitor.server import DashboardServer
+from holdfast.observe.monitor.token import Token
+from holdfast.observe.monitor.view import LiveState, RunInfo
 from holdfast.records.queued import QueuedSink
 from holdfast.records.types import ActionRequested, Record
 

@@ -16,10 +16,10 @@ from holdfast.launch.control import RunningJob, request_changes, running_jobs
 from holdfast.launch.dashboard import CHANGE_ACTIONS, check_names
 from holdfast.launch.processes import Process
 from holdfast.launch.sinks import host_and_port
-from holdfast.monitor.feed import Feed, Refused, run_id
-from holdfast.monitor.followed import FollowedFolder
-from holdfast.monitor.server import DashboardServer
-from holdfast.monitor.token import Token
+from holdfast.observe.monitor.feed import Feed, Refused, run_id
+from holdfast.observe.monitor.followed import FollowedFolder
+from holdfast.observe.monitor.server import DashboardServer
+from holdfast.observe.monitor.token import Token
 
 _LOOK_S = 0.5
 _ACTIONS = (*CHANGE_ACTIONS, "stop")

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence, Set
 
 from holdfast.base.phases import Phase
 from holdfast.base.side_work import run_aside
-from holdfast.debug.stacks import innermost
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import append
@@ -23,6 +22,7 @@ from holdfast.launch.waiting_for import what_workers_wait_for
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
+from holdfast.tools.debug.stacks import innermost
 
 _LOOK_S = 0.25
 _BEFORE_TRAINING = (*UNCONNECTED, "start")

@@ -38,7 +38,7 @@ from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
-from holdfast.loggers.leftovers import Leftovers
+from holdfast.observe.loggers.leftovers import Leftovers
 from holdfast.records.event_log import EventLog
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted

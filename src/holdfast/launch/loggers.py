@@ -15,13 +15,13 @@ from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job, check_writable, is_remote
 from holdfast.launch.rendezvous import hub_places
-from holdfast.loggers.leftovers import Leftovers, mark_run
-from holdfast.loggers.targets import LogTarget, parse_targets
+from holdfast.observe.loggers.leftovers import Leftovers, mark_run
+from holdfast.observe.loggers.targets import LogTarget, parse_targets
 from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.queued import QueuedSink
 
 if TYPE_CHECKING:
-    from holdfast.loggers.sink import StepLogger
+    from holdfast.observe.loggers.sink import StepLogger
 
 RUN_ID = "HOLDFAST_RUN_ID"
 """Variable with the id of the run, if it is given from outside."""
@@ -52,7 +52,7 @@ def check_targets(job: Job) -> None:
 
 
 def _check_key(target: LogTarget) -> None:
-    from holdfast.loggers.wandb import has_credentials
+    from holdfast.observe.loggers.wandb import has_credentials
 
     if not has_credentials():
         raise ConfigError(
@@ -107,9 +107,9 @@ def open_loggers(
         media_elsewhere_path(run_dir).touch(mode=0o600)
     if not targets or not is_first:
         return []
-    from holdfast.loggers.media import MediaFiles
-    from holdfast.loggers.otel import RecoveryTracer
-    from holdfast.loggers.sink import LAST_S, LoggerSink
+    from holdfast.observe.loggers.media import MediaFiles
+    from holdfast.observe.loggers.otel import RecoveryTracer
+    from holdfast.observe.loggers.sink import LAST_S, LoggerSink
 
     run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
     run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
@@ -124,14 +124,14 @@ def open_loggers(
 
 def _logger(target: LogTarget, run_id: str) -> StepLogger:
     if target.kind == "tensorboard":
-        from holdfast.loggers.tensorboard import TensorBoardLogger
+        from holdfast.observe.loggers.tensorboard import TensorBoardLogger
 
         return TensorBoardLogger(Path(target.place).absolute())
     if target.kind == "wandb":
-        from holdfast.loggers.wandb import WandbLogger
+        from holdfast.observe.loggers.wandb import WandbLogger
 
         return WandbLogger(target.place, run_id)
-    from holdfast.loggers.mlflow import MlflowLogger
+    from holdfast.observe.loggers.mlflow import MlflowLogger
 
     return MlflowLogger(target.place, run_id)
 

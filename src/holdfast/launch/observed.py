@@ -11,7 +11,7 @@ from holdfast.launch.control import RunningJob, waits_for
 from holdfast.launch.processes import Process, WatchedWorker, this_node
 from holdfast.launch.tail import RecordTail
 from holdfast.launch.usage import ProcessUsage, UsageMeter
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor.view import LiveState, RunInfo
 
 _RANK = re.compile(r"process-(\d+)")
 

@@ -66,12 +66,12 @@ def open_sinks(job: Job, clock: Clock, say: Callable[[str], None]) -> tuple[Queu
     if job.debug_bundles not in ("", OFF):
         sinks.append(BundleWriter(Path(job.debug_bundles).absolute()))
     if _TRAIN_JOB in os.environ:
-        from holdfast.monitor.kubeflow import progress_reporter
+        from holdfast.observe.monitor.kubeflow import progress_reporter
 
         if (reporter := progress_reporter(os.environ, say)) is not None:
             sinks.append(reporter)
     if job.metrics_port or job.metrics_file is not None:  # last: nothing that may be refused follows its port
-        from holdfast.monitor.exporter import MetricsExporter
+        from holdfast.observe.monitor.exporter import MetricsExporter
 
         exporter = MetricsExporter(range(job.workers), clock, job.metrics_file)
         if job.metrics_port:

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from holdfast.base.phases import Phase
 from holdfast.base.system_errors import is_limit, refusal
 from holdfast.config import Settings
-from holdfast.debug.handlers import handlers_path, serve_handlers
-from holdfast.debug.stacks import stack_path, write_stacks_on_signal
 from holdfast.engine.start_rank import LOOPBACK, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
 from holdfast.launch.device_loss import device_loss
@@ -46,6 +44,8 @@ from holdfast.launch.worker_context import (
 from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
+from holdfast.tools.debug.handlers import handlers_path, serve_handlers
+from holdfast.tools.debug.stacks import stack_path, write_stacks_on_signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

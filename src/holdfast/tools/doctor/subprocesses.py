@@ -45,7 +45,7 @@ def inspect(
         started = {}
         for number, how in enumerate(_HOWS, 1):
             log = closing.enter_context(Path(folder, f"{how}.log").open("w"))
-            command = [sys.executable, "-m", "holdfast.doctor", how, name, device, *words]
+            command = [sys.executable, "-m", "holdfast.tools.doctor", how, name, device, *words]
             env = worker_environment(workers, number)
             started[how] = process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from holdfast.monitor.feed import Refused
+from holdfast.observe.monitor.feed import Refused
 
 _MOST_BYTES = 1 << 18
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from holdfast.loggers.leftovers import RunRecords
-from holdfast.loggers.media import MediaFiles, MediaRecord, StepMedia, with_media
-from holdfast.loggers.steps import LoggedStep, StepOrder
+from holdfast.observe.loggers.leftovers import RunRecords
+from holdfast.observe.loggers.media import MediaFiles, MediaRecord, StepMedia, with_media
+from holdfast.observe.loggers.steps import LoggedStep, StepOrder
 from holdfast.records.paths import media_dir
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Finished, HistogramLogged, ImageLogged, Record, RunStarted, StepCommitted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.monitor.series import Series
+from holdfast.observe.monitor.series import Series
 from holdfast.records.types import FailureSeen, JobRestarted, Record, Recovered, RunStarted, SamplesLost, StepCommitted
 from holdfast.report.step_times import StepTimes
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.base.clock import Clock
-from holdfast.loggers.recoveries import RecoverySpan, RecoveryTrace
+from holdfast.observe.loggers.recoveries import RecoverySpan, RecoveryTrace
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Finished, Record, RunStarted
 

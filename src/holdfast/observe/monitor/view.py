@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.monitor.checkpoints import Checkpoints
-from holdfast.monitor.event_list import EventList, corruption_line
-from holdfast.monitor.lanes import Lanes
-from holdfast.monitor.membership import Membership
-from holdfast.monitor.pace import RunPace
-from holdfast.monitor.recoveries import Recoveries
-from holdfast.monitor.sentence import Ended, level_and_sentence
+from holdfast.observe.monitor.checkpoints import Checkpoints
+from holdfast.observe.monitor.event_list import EventList, corruption_line
+from holdfast.observe.monitor.lanes import Lanes
+from holdfast.observe.monitor.membership import Membership
+from holdfast.observe.monitor.pace import RunPace
+from holdfast.observe.monitor.recoveries import Recoveries
+from holdfast.observe.monitor.sentence import Ended, level_and_sentence
 from holdfast.records.queued import SinkCount
 from holdfast.records.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import (
@@ -188,7 +188,7 @@ class LiveState:
             self._lanes.note(rank, node=node)
 
     def finish(self, exit_code: int | None, why: str = "", outcome: str = "") -> None:
-        """Take how the run ended, see :class:`~holdfast.monitor.sentence.Ended`, before :meth:`close`."""
+        """Take how the run ended, see :class:`~holdfast.observe.monitor.sentence.Ended`, before :meth:`close`."""
         with self._lock:
             self._ended = Ended(end_s=0.0, exit_code=exit_code, why=why, outcome=outcome)
 

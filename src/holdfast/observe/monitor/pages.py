@@ -13,10 +13,10 @@ _KINDS = {
 
 
 class PageFiles:
-    """The files of ``monitor/page``, by name."""
+    """The files of ``observe/monitor/page``, by name."""
 
     def __init__(self) -> None:
-        folder = importlib.resources.files("holdfast.monitor").joinpath("page")
+        folder = importlib.resources.files("holdfast.observe.monitor").joinpath("page")
         self._files = {
             file.name: (_KINDS[kind], file.read_bytes())
             for file in folder.iterdir()

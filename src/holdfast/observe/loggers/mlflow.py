@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.loggers.steps import LoggedStep
+from holdfast.observe.loggers.steps import LoggedStep
 
 RUN_TAG = "holdfast.run_id"
 """Tag of the run: its id, which stays the same when the job resumes."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.monitor.feed import Refused
-from holdfast.monitor.log_lines import last_lines, open_plain
-from holdfast.monitor.view import LiveState, RunInfo
+from holdfast.observe.monitor.feed import Refused
+from holdfast.observe.monitor.log_lines import last_lines, open_plain
+from holdfast.observe.monitor.view import LiveState, RunInfo
 from holdfast.records.beacon import Beacon
 from holdfast.records.files import parse_record
 from holdfast.records.paths import beacon_path, event_files, events_path

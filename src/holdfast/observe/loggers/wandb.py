@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.loggers.steps import LoggedStep
+from holdfast.observe.loggers.steps import LoggedStep
 
 _FILE_HEADER_BYTES = 7
 _BLOCK_BYTES = 1 << 15

@@ -1,4 +1,4 @@
-"""A checking process: ``python -m holdfast.doctor full|brief FOLDER DEVICE [SCRIPT [ARGS]...]``.
+"""A checking process: ``python -m holdfast.tools.doctor full|brief FOLDER DEVICE [SCRIPT [ARGS]...]``.
 
 It writes its findings to ``FOLDER/full.json`` or ``FOLDER/brief.json``. The brief process computes everything once, for
 digests that are compared with those of the full process. Without a script, common layers are checked on the device; a
@@ -28,7 +28,7 @@ def main() -> None:
     else:
         said = _look_at_layers(device, briefly=briefly)
     if not briefly:
-        from holdfast.doctor.machine import machine_info
+        from holdfast.tools.doctor.machine import machine_info
 
         said["machine"] = machine_info(environment, said.get("device", "cpu"))
     made = Path(folder, f"{how}.new")
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def _look_at_layers(device: str, *, briefly: bool) -> dict[str, Any]:
-    from holdfast.doctor.checks import examine, thread_counts
-    from holdfast.doctor.layers import usual_subjects
-    from holdfast.doctor.machine import why_unusable
+    from holdfast.tools.doctor.checks import examine, thread_counts
+    from holdfast.tools.doctor.layers import usual_subjects
+    from holdfast.tools.doctor.machine import why_unusable
 
     if why := why_unusable(device):
         return {"refused": f"--device {device} cannot be used: {why}"}
@@ -49,8 +49,8 @@ def _look_at_layers(device: str, *, briefly: bool) -> dict[str, Any]:
 
 
 def _look_at_script(script: Path, args: list[str], shared: Path, *, briefly: bool) -> dict[str, Any]:
-    from holdfast.doctor.script import ScriptInspected, ScriptInspector
     from holdfast.session.reinit_context import application
+    from holdfast.tools.doctor.script import ScriptInspected, ScriptInspector
 
     application.looks = look = ScriptInspector(shared, briefly=briefly)
     sys.argv = [str(script), *args]

@@ -1,6 +1,6 @@
 """Writes a debug bundle: one archive with what is known about a run, without secrets.
 
-Everything in it is text that passed :func:`~holdfast.debug.redaction.redact`. Nothing is unpickled or executed, links
+Everything in it is text that passed :func:`~holdfast.tools.debug.redaction.redact`. Nothing is unpickled or executed, links
 are not followed, and names in the archive are relative, all in one folder.
 """
 
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.debug.redaction import helpful, redactor
 from holdfast.errors import ConfigError
 from holdfast.records.paths import event_files, events_path
+from holdfast.tools.debug.redaction import helpful, redactor
 
 _MOST_LOG_BYTES = 1 << 20
 _MOST_RECORD_BYTES = 16 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.monitor.lanes import GONE, Lanes
-from holdfast.monitor.recoveries import Recoveries
-from holdfast.monitor.slices import SliceShares
+from holdfast.observe.monitor.lanes import GONE, Lanes
+from holdfast.observe.monitor.recoveries import Recoveries
+from holdfast.observe.monitor.slices import SliceShares
 from holdfast.records.types import (
     CorruptionFound,
     DeviceLost,

@@ -21,9 +21,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.monitor.feed import Feed, Refused, encoded
-from holdfast.monitor.pages import PageFiles
-from holdfast.monitor.token import Token
+from holdfast.observe.monitor.feed import Feed, Refused, encoded
+from holdfast.observe.monitor.pages import PageFiles
+from holdfast.observe.monitor.token import Token
 
 MOST_STREAMS = 16
 """Readers that follow a run at the same time."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from holdfast.base.torch_private import tree_flatten, tree_map
-from holdfast.doctor.findings import Findings
-from holdfast.doctor.target import DoctorTarget, digest_of, digests_of, noise_like, results_of
+from holdfast.tools.doctor.findings import Findings
+from holdfast.tools.doctor.target import DoctorTarget, digest_of, digests_of, noise_like, results_of
 
 _TIMES = 3
 """Number of repetitions: a difference may be intermittent."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.loggers.steps import LoggedImage, LoggedStep
+from holdfast.observe.loggers.steps import LoggedImage, LoggedStep
 from holdfast.records.paths import media_dir
 from holdfast.records.types import HistogramLogged, ImageLogged
 

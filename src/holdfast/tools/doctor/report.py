@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.doctor.findings import Findings, ScriptFindings, blame
+from holdfast.tools.doctor.findings import Findings, ScriptFindings, blame
 
 OK = "ok"
 HELD = "held"

@@ -18,13 +18,13 @@ from holdfast.base.torch_private import tree_flatten, tree_map
 from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import generator_states, seed_slice
-from holdfast.doctor.checks import differing, examine, thread_counts, threads_set
-from holdfast.doctor.findings import ScriptFindings
-from holdfast.doctor.target import DoctorTarget, digests_of, is_misaligned, put_back
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
 from holdfast.session.step import Step
+from holdfast.tools.doctor.checks import differing, examine, thread_counts, threads_set
+from holdfast.tools.doctor.findings import ScriptFindings
+from holdfast.tools.doctor.target import DoctorTarget, digests_of, is_misaligned, put_back
 
 _AGAIN = 2
 """Number of repetitions of the step."""

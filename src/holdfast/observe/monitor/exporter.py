@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
-from holdfast.monitor.metrics import METRICS, Metric, RunMetrics, Value
+from holdfast.observe.monitor.metrics import METRICS, Metric, RunMetrics, Value
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Record
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Findings:
-    """Findings about a target. Differences are named as in :func:`holdfast.doctor.target.results_of`.
+    """Findings about a target. Differences are named as in :func:`holdfast.tools.doctor.target.results_of`.
 
     Args:
         name: Name of the target.

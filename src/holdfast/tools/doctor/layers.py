@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from holdfast.data.seeds import seed_of, seeded
-from holdfast.doctor.target import DoctorTarget
+from holdfast.tools.doctor.target import DoctorTarget
 
 _SAMPLES = 16
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.monitor.membership import Membership
-from holdfast.monitor.pace import RunPace
+from holdfast.observe.monitor.membership import Membership
+from holdfast.observe.monitor.pace import RunPace
 from holdfast.report.formatting import count, listing, number, seconds
 
 _MOST_NAMED = 4

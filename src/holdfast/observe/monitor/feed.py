@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from holdfast.monitor.view import LiveState
+from holdfast.observe.monitor.view import LiveState
 
 CHANGE_S = 0.25
 """A stream has at most one change in this time."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.loggers.steps import LoggedStep
-from holdfast.loggers.targets import EVENT_FILES
+from holdfast.observe.loggers.steps import LoggedStep
+from holdfast.observe.loggers.targets import EVENT_FILES
 
 _HEADER = struct.Struct("<QI")
 """Before each event: its length, and a checksum of that. After it: a checksum of the event."""

@@ -1,0 +1,1 @@
+"""Displays: the dashboard, Prometheus, Kubeflow, and experiment loggers. They read records; the core does not need them."""
