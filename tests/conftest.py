@@ -25,6 +25,23 @@ settings.load_profile("any-machine")
 
 LONG = (
     # What takes longest, where a contract test or a neighbour shows the same in less.
+    "chaos/test_script_epochs.py::test_a_notice_between_two_loops_saves_the_end_of_the_last_one[a second rank has died]",
+    "chaos/test_script_epochs.py::test_a_notice_between_two_loops_saves_the_end_of_the_last_one[all evaluate]",
+    "chaos/test_script_epochs.py::test_a_notice_between_two_loops_saves_the_end_of_the_last_one[in a loop that was left]",
+    "chaos/test_script_epochs.py::test_a_notice_between_two_loops_saves_the_end_of_the_last_one[the last one does]",
+    "chaos/test_script_epochs.py::test_a_loop_that_one_worker_leaves_ends_for_all_after_the_same_step[exit]",
+    "chaos/test_script_epochs.py::test_a_loop_that_one_worker_leaves_ends_for_all_after_the_same_step[swallow]",
+    "chaos/test_script_epochs.py::test_a_resumed_script_begins_at_the_epoch_of_the_checkpoint[2-8-1]",
+    "chaos/test_scripts_of_people.py::test_the_death_of_another_rank_costs_neither_model_nor_log[barrier]",
+    "chaos/test_scripts_of_people.py::test_the_death_of_another_rank_costs_neither_model_nor_log[evaluate]",
+    "chaos/test_scripts_of_people.py::test_with_is_lead_the_next_rank_saves_and_logs_when_rank_0_dies[barrier]",
+    "chaos/test_scripts_of_people.py::test_with_is_lead_the_next_rank_saves_and_logs_when_rank_0_dies[metric]",
+    "chaos/test_ddp_parts.py::test_ranks_that_have_run_out_of_data_and_those_that_have_not_survive_a_death[initial-18]",
+    "chaos/test_ddp_parts.py::test_ranks_that_have_run_out_of_data_and_those_that_have_not_survive_a_death[initial-5]",
+    "chaos/test_ddp_parts.py::test_with_a_sharded_optimizer_the_error_comes_before_any_update[2]",
+    "chaos/test_left_early.py::test_the_others_end_within_seconds_and_say_why[gather-",
+    "chaos/test_model_kinds.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[forward-specs1-policies1]",
+    "chaos/test_model_kinds.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[rollback-specs2-policies2]",
     "chaos/test_wire.py::test_killed_workers_change_no_bit[tree-bf16-2]",
     "chaos/test_ddp_devices.py::test_no_wait_can_be_left_out_however_a_script_learns_that_a_collective_has_completed",
     "chaos/test_ddp_ordered.py::test_messages_and_a_death_keep_the_order",
