@@ -196,23 +196,6 @@ def test_any_other_error_is_not_tried_again(error):
     assert len(calls) == 6
 
 
-def test_slices_that_do_not_fit_together_are_computed_one_by_one():
-    expected = train(Model(plain=True))
-    model = Model(plain=True)
-    alone = 16 // SLICES
-
-    got = train(model, failing(model, *range(1, 100), larger_than=alone))
-
-    assert same(got, expected)
-
-
-def test_a_device_that_is_lost_while_slices_are_computed_together_ends_the_step():
-    model = Model(plain=True)
-
-    with pytest.raises(torch.AcceleratorError):
-        train(model, failing(model, 1, error=LOST, larger_than=16 // SLICES))
-
-
 @pytest.mark.parametrize(
     ("error", "ended"), [(LOST, ["worker", "job"]), (SHORT, ["job"]), (ValueError(), ["job"])], ids=repr
 )

@@ -18,7 +18,7 @@ from torch.optim import optimizer
 from holdfast.base.torch_private import TRIED, begin_event, rebuild_reducer, untried
 
 SOURCE = Path(__file__).parents[2] / "src" / "holdfast"
-FILES = sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "torch_private.py"})
+FILES = sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "base" / "torch_private.py"})
 MINOR = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
