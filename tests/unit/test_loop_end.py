@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 
 import pytest
@@ -127,7 +126,7 @@ def test_a_notice_while_the_end_is_saved_stops_the_script_after_it(tmp_path, mon
     save_alone = CheckpointManager.save_alone
 
     def save(self, *args):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # in this thread: kill() may reach another, later
         return save_alone(self, *args)
 
     monkeypatch.setattr(CheckpointManager, "save_alone", save)
