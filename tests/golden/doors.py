@@ -9,6 +9,8 @@ import enum
 import importlib
 from collections.abc import Mapping
 
+import renames
+
 PROTOCOL = ["holdfast.recovery.protocol", "holdfast.recovery"]
 PLAN = ["holdfast.faults.plan", "holdfast.faults"]
 EXPLORER = [
@@ -26,22 +28,7 @@ EXPLORED = {
 }
 """Where the tree has its explorations, which hold the broken protocols."""
 
-NAMES = {
-    "AdoptPlacement": "Settle",
-    "AdoptState": "Install",
-    "ApplyConfig": "MakeChanges",
-    "BucketReduced": "BucketSummed",
-    "DataExhausted": "RanOut",
-    "Done": "ActDone",
-    "FetchConfig": "TakeChanges",
-    "LeftGroup": "Parted",
-    "MoveParts": "Rehome",
-    "PlacementShape": "Shape",
-    "ReduceBucket": "SumBucket",
-    "SendState": "Welcome",
-    "StepVoted": "StepClosed",
-    "VoteStep": "CloseStep",
-}
+NAMES = {new: old for old, new in renames.NAMES.items()} | {"PlacementShape": "Shape"}
 """Name in the record of a class of events, orders, progress or placement, by its new name."""
 FIELDS: dict[str, str] = {}
 """Today's name of a field of the explorer's World or Split, by its new name."""

@@ -3,7 +3,7 @@
 Tests of a folder take about as long as those of it that are done; of a folder that has not begun, as long as they
 usually do. The percentage that pytest prints counts tests, of which the long ones come first.
 
-A test that fails is named at once, with the last line of its reason: a run that is ended from outside has said it. A run
+A test that fails is named at once, with a line of its reason: a run that is ended from outside has said it. A run
 in which no test has ended for ``SILENT_S`` ends by itself, and names the tests that were running.
 """
 
@@ -70,7 +70,7 @@ def folder_of(nodeid: str) -> str:
 
 
 def reason_of(report) -> str:
-    """Return ``": <the last line of what went wrong>"``, short, or nothing where pytest knows none."""
+    """Return ``": <what went wrong>"`` in one short line, or nothing where pytest knows none."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = (crash.message if crash else str(report.longrepr or "")).strip()
     return f": {text.splitlines()[0 if crash else -1][:200]}" if text else ""
@@ -85,7 +85,7 @@ class TimeLeftLines:
         self._nodes: list[str] | None = None
         self._begun_s = time.monotonic()
         self._due_s = self._begun_s + EVERY_S
-        self._running: dict[str, float] = {}
+        self._running: set[str] = set()
         self._last_end_s = self._begun_s
         self._over = threading.Event()
         self._stdout = os.dup(1)  # while a test runs, pytest has put a file in the place of the terminal
@@ -108,7 +108,7 @@ class TimeLeftLines:
         self._over.set()
 
     def pytest_runtest_logstart(self, nodeid) -> None:
-        self._running[nodeid] = time.monotonic()
+        self._running.add(nodeid)
 
     def pytest_collection_finish(self, session) -> None:
         """Without pytest-xdist, this process has the tests."""
@@ -136,11 +136,11 @@ class TimeLeftLines:
             self._reporter.ensure_newline()
             self._reporter.write_line(f"failed: {report.nodeid}{reason_of(report)}")
         if report.when == "???":  # pytest-xdist: the process died with it
-            self._running.pop(report.nodeid, None)
+            self._running.discard(report.nodeid)
         if report.when != "teardown":
             return
         self._state.finish(report.nodeid, self._took_s.pop(report.nodeid))
-        self._running.pop(report.nodeid, None)
+        self._running.discard(report.nodeid)
         now_s = self._last_end_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + EVERY_S

@@ -91,8 +91,7 @@ class NodeCheck:
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # a process that waits for a dead disk cannot be killed
+            # A process that waits for a dead disk cannot be killed.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
         self._output.close()

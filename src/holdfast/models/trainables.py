@@ -40,12 +40,12 @@ def make_trainable(
     whole = model if isinstance(model, nn.Module) else model.module
     check_choices(buffers, None if whole is None else [name for name, _ in whole.named_buffers()])
     if not isinstance(model, Pipeline | Sharded):
-        checked = _optimizer_of(optimizer), _average_of(average)
+        own, averaged = _optimizer_of(optimizer), _average_of(average)
         if settings.overlap_optimizer:
-            check_overlap(checked[0], scaler=scaler, clip_grad_norm=clip_grad_norm)
+            check_overlap(own, scaler=scaler, clip_grad_norm=clip_grad_norm)
         return ReplicatedModel(
             model,
-            checked[0],
+            own,
             scheduler=scheduler,
             schedule=schedule,
             scaler=scaler,
@@ -53,7 +53,7 @@ def make_trainable(
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
             figures_apart=settings.rounds,
-            average=checked[1],
+            average=averaged,
             choices=buffers,
         )
     make_optimizer, make_average = _makers(type(model).__name__, optimizer, average, settings)
