@@ -40,8 +40,6 @@ LONG = (
     "chaos/test_ddp_parts.py::test_ranks_that_have_run_out_of_data_and_those_that_have_not_survive_a_death[initial-5]",
     "chaos/test_ddp_parts.py::test_with_a_sharded_optimizer_the_error_comes_before_any_update[2]",
     "chaos/test_left_early.py::test_the_others_end_within_seconds_and_say_why[gather-",
-    "chaos/test_model_kinds.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[forward-specs1-policies1]",
-    "chaos/test_model_kinds.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[rollback-specs2-policies2]",
     "chaos/test_wire.py::test_killed_workers_change_no_bit[tree-bf16-2]",
     "chaos/test_ddp_devices.py::test_no_wait_can_be_left_out_however_a_script_learns_that_a_collective_has_completed",
     "chaos/test_ddp_ordered.py::test_messages_and_a_death_keep_the_order",

@@ -152,19 +152,15 @@ def test_what_is_computed_from_a_failed_task_is_computed_again_and_no_other_is_m
     assert results["failed"] == []
 
 
-def test_a_crash_that_an_earlier_version_noted_as_finished_is_measured_again(tmp_path):
+def test_a_task_whose_line_does_not_say_whether_it_failed_is_measured_again(tmp_path):
     carry_out(Counting(), Options(out=tmp_path))
     journal = tmp_path / JOURNAL
-    head, *entries = map(json.loads, journal.read_text().splitlines())
-    for entry in entries:
-        del entry["failed"]
-    entries[0]["rows"] = [{"status": NOT_RUN, "why": "AttributeError: module 'with_torch' has no attribute 'Training'"}]
-    entries[1]["rows"] = [{"status": NOT_RUN, "why": ".venv-study-orbax does not exist"}]
-    journal.write_text("".join(json.dumps(entry) + "\n" for entry in (head, *entries)))
+    head, first, *others = map(json.loads, journal.read_text().splitlines())
+    del first["failed"]
+    journal.write_text("".join(json.dumps(entry) + "\n" for entry in (head, first, *others)))
     again = Counting()
 
-    with pytest.raises(KeyError):  # rows of no use to its claims
-        carry_out(again, Options(out=tmp_path))
+    carry_out(again, Options(out=tmp_path))
 
     assert again.done == ["one"]
 

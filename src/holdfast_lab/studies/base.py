@@ -434,8 +434,8 @@ class Journal:
 
 
 def _failed(entry: Row) -> str:
-    """Return why a task failed, "" if it did not."""
-    return str(entry["failed"])
+    """Return why a task failed, "" if it did not; one that does not say so counts as failed."""
+    return str(entry.get("failed", "its line in the journal does not say whether it failed"))
 
 
 def _whole_lines(path: Path) -> list[Row]:
