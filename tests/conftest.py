@@ -10,6 +10,7 @@ import pytest
 from drawn import draw, is_whole_suite, run_too
 from hypothesis import settings
 from time_left import TimeLeftLines
+from warm import WarmStart
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As for what a shell starts in the background. Jobs of tests inherit it, and must hear an interrupt.
@@ -399,6 +400,11 @@ def pytest_addoption(parser):
         help="also run a twentieth of the tests that are marked soak, drawn with this seed; those of hours excepted",
     )
     parser.addoption(
+        "--cold-start",
+        action="store_true",
+        help="each job imports torch, as in the product: see tests/support/warm.py",
+    )
+    parser.addoption(
         "--processor-times",
         metavar="FILE",
         help="append a line per test: seconds of processor time, its ended processes included, a tab, its name",
@@ -429,6 +435,23 @@ def pytest_configure(config):
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(TimeLeftLines(reporter), "holdfast-time-left")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_start(pytestconfig):
+    """Jobs start from a process that has imported torch: see there."""
+    warm = WarmStart()
+    if not pytestconfig.getoption("--cold-start"):
+        warm.install()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(autouse=True)
+def _cold_start(request, warm_start, monkeypatch):
+    """The jobs of tests with this mark start from nothing."""
+    if request.node.get_closest_marker("cold_start") is not None:
+        monkeypatch.setattr(warm_start, "is_on", False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,373 @@
+"""Jobs of tests start from a process that has imported torch: an import takes longer than most jobs train.
+
+In the product a launcher starts a fork server, which imports torch and forks the workers. Here the launcher is itself
+forked, from a process that has imported torch once (:func:`serve`), and forks its fork server. Everything else is as
+in a job that a shell starts: the launcher is a child of the test, all processes are real, and so are their files and
+environments. What needs another process still starts from nothing: other variables that torch or Python read while
+they start, another seed of hashes, inherited files, and tests that are marked ``cold_start``. ``make test COLD=1``
+starts all from nothing.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib.util
+import inspect
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
+"""As the fork server does."""
+ALSO = ("sklearn.datasets", "sklearn.model_selection")
+"""What the scripts of most tests import; sklearn takes as long as torch."""
+READ_AT_START = re.compile(r"(?:PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|BLIS_|TORCH|PYTORCH_|CUDA_|MALLOC_|GLIBC_)")
+QUICK_START = str(Path(__file__).with_name("quick_start"))
+"""Replaces slow imports in what starts from nothing."""
+HASH_SEED = "PYTHONHASHSEED"
+SET_BY_IMPORTS = (HASH_SEED, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
+"""The first is compared apart; torch and scikit-learn set the others, in the process of pytest, too."""
+LONGEST_COMMAND = 8192
+START_S = 120.0
+LAUNCHER, FORK_SERVER, STARTER = (
+    ("-m", "holdfast"),
+    ("-m", "holdfast.launch.fork_server"),
+    ("-m", "holdfast.launch.starter"),
+)
+_SUBREAPER = 36
+_cold_execute_child = subprocess.Popen._execute_child
+_signature = inspect.signature(_cold_execute_child)
+
+
+def read_at_start(env):
+    """Return the variables that Python, its libraries and torch read while they start; the seed of hashes apart."""
+    return {name: value for name, value in env.items() if READ_AT_START.match(name) and name not in SET_BY_IMPORTS}
+
+
+def as_of_fork_server(env):
+    """Return the environment that a launcher with the environment ``env`` gives to its fork server, for the default seed."""
+    from holdfast.launch.attempt import _ALLOCATOR
+
+    return {**({} if any(name in env for name in _ALLOCATOR) else _ALLOCATOR), **env, HASH_SEED: "0"}
+
+
+# -- the process that has imported torch
+
+
+class Stock:
+    """Forks launchers for the process that has started it.
+
+    Args:
+        env: Its environment: only launchers and fork servers start from it whose environment agrees with it in what is
+            read at the start of a process.
+    """
+
+    def __init__(self, env):
+        self.env = as_of_fork_server(env)
+        paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
+        whole = {**self.env, "PYTHONPATH": os.pathsep.join(path for path in paths if path != QUICK_START)}
+        ours, its = socket.socketpair()
+        command = [sys.executable, __file__, str(its.fileno()), "." * LONGEST_COMMAND]
+        self._process = subprocess.Popen(command, env=whole, pass_fds=(its.fileno(),))
+        its.close()
+        self._socket = ours
+        self._lock = threading.Lock()
+
+    def fork(self, args, env, cwd, files, new_session, group):
+        """Start a launcher as a child of this process; return its PID."""
+        request = {"args": args, "env": env, "cwd": cwd, "new_session": new_session, "group": group}
+        with self._lock, children_of_children():
+            send(self._socket, request, files)
+            self._socket.settimeout(START_S)
+            return int.from_bytes(self._socket.recv(4), "big")
+
+    def close(self):
+        """End the process; what it has forked goes on."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def children_of_children():
+    """Make this process the parent of a process whose parent ends meanwhile."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_SUBREAPER, 0, 0, 0, 0)
+
+
+def send(connection, request, files):
+    """Send a request with descriptors."""
+    data = json.dumps(request).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    connection.sendmsg([len(data).to_bytes(4, "big")], rights)
+    connection.sendall(data)
+
+
+def receive(connection):
+    """Return a request and its descriptors; None at the end of the connection."""
+    head, files, _, _ = socket.recv_fds(connection, 4, 3)
+    if not head:
+        return None
+    data = b""
+    while len(data) < int.from_bytes(head, "big"):
+        data += connection.recv(int.from_bytes(head, "big") - len(data))
+    return json.loads(data), files
+
+
+def serve(connection):
+    """Import torch, then fork a launcher for each request; return in the launcher, with what it is asked for."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    gc.disable()
+    for name in (*PRELOADED, *ALSO):
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    gc.freeze()
+    gc.enable()
+    while request := receive(connection):
+        if (begins := fork_for_grandparent(connection)) is not None:
+            os.read(begins, 1)
+            os.close(begins)
+            connection.close()
+            return request
+        for file in request[1]:
+            os.close(file)
+    return None
+
+
+def fork_for_grandparent(connection):
+    """Fork a process whose parent is the one above this one, and send its PID; there, return what tells that it may begin."""
+    (pid_read, pid_write), (begins, begin) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        grandchild = os.fork()
+        if grandchild == 0:
+            for file in (pid_read, pid_write, begin):
+                os.close(file)
+            return begins  # at its end once the child has ended, too
+        os.write(pid_write, grandchild.to_bytes(4, "big"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    connection.sendall(os.read(pid_read, 4))
+    for file in (pid_read, pid_write, begins, begin):
+        os.close(file)
+    return None
+
+
+# -- the launcher, and its fork server
+
+
+def become_launcher(request, files):
+    """Run ``python -m holdfast`` with the arguments, the environment and the files of who asked for it."""
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+    if request["new_session"]:
+        os.setsid()
+    if request["group"] is not None:
+        os.setpgid(0, request["group"])
+    if request["cwd"]:
+        os.chdir(request["cwd"])
+    start_from_here(as_of_fork_server(request["env"]))
+    run_as_new(
+        request["args"], request["env"], lambda: runpy.run_module("holdfast", run_name="__main__", alter_sys=True)
+    )
+
+
+def run_as_new(args, env, run):
+    """Execute ``run`` as in a process that has just been started with these arguments, and end the process."""
+    os.environ.clear()
+    os.environ.update(env)
+    show_command(args)
+    sys.orig_argv, sys.argv = list(args), [importlib.util.find_spec(args[2]).origin, *args[3:]]
+    sys.path[0] = os.getcwd()  # as python -m does
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(0, closefd=False),
+        open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False),
+        open(2, "w", buffering=1, errors="backslashreplace", closefd=False),
+    )
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.modules["numpy.random"].seed()
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def show_command(args):
+    """Put a command line in the place of that with which this process was started, for ``ps`` and for tests."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, last = int(fields[45]), int(fields[46])
+    text = b"".join(os.fsencode(word) + b"\0" for word in args)
+    if len(text) < last - first:
+        ctypes.memset(first, 0, last - first)
+        ctypes.memmove(first, text, len(text))
+
+
+def start_from_here(own_env):
+    """Let fork servers of this process, and workers that start without one, be forked from it."""
+
+    def execute_child(self, *values, **named):
+        call = _signature.bind(self, *values, **named).arguments
+        args, env = list(map(str, call["args"])), call["env"]
+        if not imports_torch(args, env) or env.get(HASH_SEED) != own_env[HASH_SEED] or differs(env, own_env):
+            return _cold_execute_child(self, *values, **named)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_child_of_launcher(call, args)
+        self._child_created = True
+        self._close_pipe_fds(*(call[name] for name in PIPES))
+        return None
+
+    subprocess.Popen._execute_child = execute_child
+
+
+def imports_torch(args, env):
+    """Return whether a command of the launcher starts a process that would begin by importing torch."""
+    from holdfast.launch import fork_protocol, fork_server
+
+    kind = tuple(args[1:3])
+    return kind == FORK_SERVER or (
+        kind == STARTER and fork_protocol.FORK_SERVER not in env and fork_server.is_useful(Path(args[3]))
+    )
+
+
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+
+
+def differs(env, own_env):
+    """Return whether a process with the environment ``env`` would start otherwise."""
+    return read_at_start(env) != read_at_start(own_env)
+
+
+def _become_child_of_launcher(call, args):
+    try:
+        atexit._clear()
+        faulthandler.disable()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+        subprocess.Popen._execute_child = _cold_execute_child
+        for target, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+            os.dup2(call[name], target)
+        kept = {0, 1, 2, *call["pass_fds"]}
+        for file in map(int, os.listdir("/proc/self/fd")):
+            if file not in kept:
+                with contextlib.suppress(OSError):  # the one of this list
+                    os.close(file)
+        os.setpgid(0, call["process_group"])
+        run_as_new(args, call["env"], starter_main if tuple(args[1:3]) == STARTER else fork_server_main)
+    finally:
+        os._exit(1)
+
+
+def fork_server_main():
+    """What ``python -m holdfast.launch.fork_server`` does."""
+    from holdfast.launch import fork_server
+
+    listener, ready, launcher = map(int, sys.argv[1:4])
+    fork_server.serve(socket.socket(fileno=listener), ready, launcher)
+
+
+def starter_main():
+    """What ``python -m holdfast.launch.starter`` does."""
+    from holdfast.launch import starter
+
+    sys.modules["holdfast.distributed"].adapt_to_job()
+    starter.main()
+
+
+# -- the tests
+
+
+class WarmStart:
+    """Makes ``subprocess`` start launchers from a :class:`Stock` in this process, where that makes no difference."""
+
+    def __init__(self):
+        self._stock = None
+        self.is_on = True
+
+    def install(self):
+        """Begin."""
+        warm = self
+
+        def execute_child(self, *values, **named):
+            call = _signature.bind(self, *values, **named).arguments
+            if not warm.takes(call):
+                return _cold_execute_child(self, *values, **named)
+            ends = [
+                call[name] if call[name] != -1 else own for own, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
+            ]
+            group = call.get("process_group", -1)
+            env, cwd = dict(os.environ if call["env"] is None else call["env"]), call["cwd"]
+            self.pid = warm._stock.fork(
+                list(map(os.fspath, call["args"])), env, os.fspath(cwd) if cwd is not None else os.getcwd(), ends,
+                call["start_new_session"], group if group is not None and group >= 0 else None,
+            )  # fmt: skip
+            self._child_created = True
+            self._close_pipe_fds(*(call[name] for name in PIPES))
+            return None
+
+        subprocess.Popen._execute_child = execute_child
+
+    def takes(self, call):
+        """Return whether a process would be the same if it came from the stock."""
+        args = call["args"]
+        if not self.is_on or isinstance(args, str | bytes) or tuple(args[1:3]) != LAUNCHER or args[0] != sys.executable:
+            return False
+        if "--no-preload" in args:
+            return False
+        plain = not (call["preexec_fn"] or call["pass_fds"] or call["shell"] or call["executable"])
+        if not plain or not call["close_fds"] or call["umask"] >= 0 or (call["uid"], call["gid"]) != (None, None):
+            return False
+        env = os.environ if call["env"] is None else call["env"]
+        if HASH_SEED in env or sum(len(os.fsencode(word)) + 1 for word in args) >= LONGEST_COMMAND:
+            return False
+        if self._stock is None:
+            self._stock = Stock({name: value for name, value in env.items() if not name.startswith("HOLDFAST_")})
+        return not differs(as_of_fork_server(env), self._stock.env)
+
+    def close(self):
+        """End the stock."""
+        subprocess.Popen._execute_child = _cold_execute_child
+        if self._stock is not None:
+            self._stock.close()
+
+
+if __name__ == "__main__":
+    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    if asked is not None:
+        become_launcher(*asked)
