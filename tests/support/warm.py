@@ -39,7 +39,8 @@ QUICK_START = str(Path(__file__).with_name("quick_start"))
 HASH_SEED = "PYTHONHASHSEED"
 SET_BY_IMPORTS = (HASH_SEED, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 """The first is compared apart; torch and scikit-learn set the others, in the process of pytest, too."""
-LONGEST_COMMAND = 8192
+LONGEST = 65536
+"""Bytes for a command line, and for an environment."""
 START_S = 120.0
 LAUNCHER, FORK_SERVER, STARTER = (
     ("-m", "holdfast"),
@@ -70,16 +71,21 @@ class Stock:
     """Forks launchers for the process that has started it.
 
     Args:
-        env: Its environment: only launchers and fork servers start from it whose environment agrees with it in what is
-            read at the start of a process.
+        env: What is read of the environment at the start of a process; what starts from here has the same.
     """
 
     def __init__(self, env):
         self.env = as_of_fork_server(env)
         paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
-        whole = {**self.env, "PYTHONPATH": os.pathsep.join(path for path in paths if path != QUICK_START)}
+        own = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "USER", "LANG", "LC_ALL")}
+        whole = {
+            **own,
+            **self.env,
+            "ROOM": "." * LONGEST,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path != QUICK_START),
+        }
         ours, its = socket.socketpair()
-        command = [sys.executable, __file__, str(its.fileno()), "." * LONGEST_COMMAND]
+        command = [sys.executable, __file__, str(its.fileno()), "." * LONGEST]
         self._process = subprocess.Popen(command, env=whole, pass_fds=(its.fileno(),))
         its.close()
         self._socket = ours
@@ -193,14 +199,12 @@ def run_as_new(args, env, run):
     """Execute ``run`` as in a process that has just been started with these arguments, and end the process."""
     os.environ.clear()
     os.environ.update(env)
-    show_command(args)
+    show_start(args, env)
     sys.orig_argv, sys.argv = list(args), [importlib.util.find_spec(args[2]).origin, *args[3:]]
     sys.path[0] = os.getcwd()  # as python -m does
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(0, closefd=False),
-        open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False),
-        open(2, "w", buffering=1, errors="backslashreplace", closefd=False),
-    )
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of the process
+    sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.modules["numpy.random"].seed()
     code = 1
@@ -225,12 +229,17 @@ def run_as_new(args, env, run):
         os._exit(code)
 
 
-def show_command(args):
-    """Put a command line in the place of that with which this process was started, for ``ps`` and for tests."""
+def show_start(args, env):
+    """Put a command line and an environment in the place of those with which this process was started.
+
+    Who looks for the processes of a job finds them by these. The strings of ``os.environ`` are elsewhere by now.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first, last = int(fields[45]), int(fields[46])
-    text = b"".join(os.fsencode(word) + b"\0" for word in args)
-    if len(text) < last - first:
+    words = [os.fsencode(word) for word in args]
+    variables = [os.fsencode(f"{name}={value}") for name, value in env.items()]
+    for strings, first, last in ((words, *map(int, fields[45:47])), (variables, *map(int, fields[47:49]))):
+        text = b"".join(string + b"\0" for string in strings)
+        assert len(text) < last - first, "no room for a command line or an environment of this length"
         ctypes.memset(first, 0, last - first)
         ctypes.memmove(first, text, len(text))
 
@@ -354,10 +363,10 @@ class WarmStart:
         if not plain or not call["close_fds"] or call["umask"] >= 0 or (call["uid"], call["gid"]) != (None, None):
             return False
         env = os.environ if call["env"] is None else call["env"]
-        if HASH_SEED in env or sum(len(os.fsencode(word)) + 1 for word in args) >= LONGEST_COMMAND:
+        if HASH_SEED in env or len("".join(map(str, args))) > LONGEST // 2:
             return False
         if self._stock is None:
-            self._stock = Stock({name: value for name, value in env.items() if not name.startswith("HOLDFAST_")})
+            self._stock = Stock(read_at_start(env))
         return not differs(as_of_fork_server(env), self._stock.env)
 
     def close(self):
