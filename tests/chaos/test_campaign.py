@@ -8,7 +8,7 @@ from campaign import jobs, runner
 from campaign.judge import judge
 from campaign.plan import Attack, Job, Plan
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170), pytest.mark.cold_start]  # plans strike while a job starts
 
 QUICK = Job(workers=2, pause_ms=10)
 KILLED = Plan(QUICK, (Attack("signal", "worker 1", "commit 3", 5, {"signal": "SIGKILL"}),))

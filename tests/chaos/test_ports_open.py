@@ -13,7 +13,7 @@ from jobs import assert_landed, run_report
 
 from holdfast.launch.processes import name_of, value_of
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.cold_start]  # strangers need time to find the ports
 
 LISTENS = "0A"  # in the kernel's table
 
