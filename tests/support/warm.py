@@ -26,7 +26,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 
 PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
@@ -206,6 +208,8 @@ def run_as_new(args, env, run):
     sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    tempfile.tempdir = None  # may have been looked up during an import, without the TMPDIR of the job
+    time.tzset()
     sys.modules["numpy.random"].seed()
     code = 1
     try:
