@@ -457,16 +457,16 @@ class Settings:
                 values["auto_slices"] = losses_of(text, variable("slices"))
             elif text is not None:
                 values[field.name] = parse(variable(field.name), text, field.default)
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in overrides.keys() - known:
-            raise ConfigError(f"unknown setting {name!r}; known settings are {', '.join(sorted(known))}")
+        names = {field.name for field in dataclasses.fields(cls)}
+        for name in overrides.keys() - names:
+            raise ConfigError(f"unknown setting {name!r}; known settings are {', '.join(sorted(names))}")
         is_firm = parse(FIRM, env.get(FIRM, ""), default=False)
-        given = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
-        if "checkpoint_dir" in given:  # by the script, which means its own working directory
-            given["launch_dir"] = ""
-        if isinstance(given.get("slices"), str):
-            given["auto_slices"] = losses_of(given.pop("slices"), "slices")
-        return cls(**(values | given))
+        settings = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
+        if "checkpoint_dir" in settings:  # by the script, which means its own working directory
+            settings["launch_dir"] = ""
+        if isinstance(settings.get("slices"), str):
+            settings["auto_slices"] = losses_of(settings.pop("slices"), "slices")
+        return cls(**(values | settings))
 
     @property
     def auto_text(self) -> str:

@@ -135,8 +135,8 @@ def option(default: Any, **how: Any) -> Any:
 
 def declared(*classes: type) -> list[DeclaredOption]:
     """Return the options of all fields, in the order in which the documentation lists them."""
-    found = [each for one in classes for each in fields_of(one) if each.option.help]
-    return sorted(found, key=lambda each: (GROUPS.index(each.option.group), not each.option.is_basic))
+    options = [each for one in classes for each in fields_of(one) if each.option.help]
+    return sorted(options, key=lambda each: (GROUPS.index(each.option.group), not each.option.is_basic))
 
 
 def choices(one: type) -> dict[str, tuple[str, ...]]:

@@ -229,8 +229,8 @@ class Phase(Enum):
 def times_of(option: str) -> dict[str, float]:
     """Return the factor on an option's value in each phase of the beacon that it limits; the smallest, if several do."""
     rules = [phase.value for phase in Phase if phase.value.option == option]
-    found: dict[str, float] = {}
+    factors: dict[str, float] = {}
     for rule in rules:
         for name in rule.beacon:
-            found[name] = min(rule.times, found.get(name, rule.times))
-    return found
+            factors[name] = min(rule.times, factors.get(name, rule.times))
+    return factors

@@ -43,10 +43,10 @@ class Registry:
         if name in self._built_in:
             module, _, attribute = self._built_in[name].partition(":")
             return getattr(importlib.import_module(module), attribute)
-        found = [point for point in self._offered() if point.name == name]
-        if not found:
+        matches = [point for point in self._offered() if point.name == name]
+        if not matches:
             raise ConfigError(f"{self._what} must be one of {', '.join(self.names())}, got {name!r}")
-        kind = found[0].load()
+        kind = matches[0].load()
         if not (isinstance(kind, type) and issubclass(kind, base)):
             raise ConfigError(
                 f"the entry point {name!r} of {self._group} must name a subclass of {base.__module__}.{base.__name__}, got {kind!r}"

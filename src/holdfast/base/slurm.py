@@ -70,14 +70,14 @@ def hosts(nodes: str) -> Iterator[str]:
 
 
 def _expand(name: str) -> Iterator[str]:
-    found = re.search(r"\[([^\]]*)\]", name)
-    if found is None:
+    match = re.search(r"\[([^\]]*)\]", name)
+    if match is None:
         yield name
         return
-    for words in found[1].split(","):
+    for words in match[1].split(","):
         low, _, high = words.partition("-")
         for value in range(int(low), int(high or low) + 1):
-            yield from _expand(f"{name[: found.start()]}{value:0{len(low)}d}{name[found.end() :]}")
+            yield from _expand(f"{name[: match.start()]}{value:0{len(low)}d}{name[match.end() :]}")
 
 
 def number(env: Mapping[str, str], name: str) -> int | None:

@@ -36,8 +36,8 @@ def refusal(error: BaseException) -> str:
         return f"{what}: a file or socket of Holdfast was closed by other code, such as the script"
     if error.errno not in _REFUSED:
         return what
-    said, kind, cure = _REFUSED[error.errno]
-    return f"{what}: {said.format(resource.getrlimit(kind)[0])}; {cure}" if is_limited(kind) else what
+    template, kind, cure = _REFUSED[error.errno]
+    return f"{what}: {template.format(resource.getrlimit(kind)[0])}; {cure}" if is_limited(kind) else what
 
 
 def _as_os_error(error: BaseException) -> BaseException:

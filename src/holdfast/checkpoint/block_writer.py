@@ -34,17 +34,17 @@ def write_blocks(
             box, start, end = job
             data = tensor_bytes(box.tensor)[start:end]
             if layout.has_values:
-                found = digest(data)
+                xxh3 = digest(data)
             else:
                 file, offset = layout.places[box.key]
-                found = _write_block(numbers[file], data, offset + start)
+                xxh3 = _write_block(numbers[file], data, offset + start)
             tell(end - start)
-            return found
+            return xxh3
 
         total = sum(box.tensor.nbytes for box in boxes)
         digests: dict[str, list[str]] = {}
-        for (box, _, _), found in zip(jobs, run(write, jobs, total), strict=True):
-            digests.setdefault(box.key, []).append(found)
+        for (box, _, _), block_digest in zip(jobs, run(write, jobs, total), strict=True):
+            digests.setdefault(box.key, []).append(block_digest)
         tensors: dict[str, TensorEntry] = {}
         for box in boxes:
             before = tensors[box.path].pieces if box.path in tensors else ()
@@ -97,9 +97,9 @@ def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -
 
 def gaps(size_bytes: int, pieces: Sequence[TensorPiece]) -> list[tuple[int, int]]:
     """Return the byte ranges of a file that hold no values."""
-    found, end = [], 0
+    ranges, end = [], 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         if piece.size_bytes:
-            found.append((end, piece.offset))
+            ranges.append((end, piece.offset))
             end = piece.offset + piece.size_bytes
-    return [(a, b) for a, b in [*found, (end, size_bytes)] if b > a]
+    return [(a, b) for a, b in [*ranges, (end, size_bytes)] if b > a]

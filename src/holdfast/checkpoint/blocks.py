@@ -91,10 +91,10 @@ def run(do: Callable[[_Job], _Result], jobs: Sequence[_Job], size_bytes: int) ->
                 raise
 
     with ThreadPoolExecutor(threads() - 1, thread_name_prefix="holdfast-checkpoint") as pool:
-        others: list[Future[None]] = []
+        futures: list[Future[None]] = []
         with contextlib.suppress(RuntimeError):  # at the end of the process there are no more threads: do it all here
-            others.extend(pool.submit(work) for _ in range(threads() - 1))  # those before an error count
+            futures.extend(pool.submit(work) for _ in range(threads() - 1))  # those before an error count
         work()
-    for other in others:
-        other.result()
+    for future in futures:
+        future.result()
     return results

@@ -83,12 +83,12 @@ def compare(
     Raises:
         CheckpointCorrupt: if a tensor is damaged.
     """
-    found = []
+    comparisons = []
     for path in (path for path in first.tensors if path in second.tensors):
         on_tensor(path)
-        found.append(_compare(path, first, second))
+        comparisons.append(_compare(path, first, second))
     return Comparison(
-        tensors=tuple(found),
+        tensors=tuple(comparisons),
         only_first=tuple(path for path in first.tensors if path not in second.tensors),
         only_second=tuple(path for path in second.tensors if path not in first.tensors),
         scalars=_compare_scalars(first.scalars, second.scalars),
@@ -126,9 +126,9 @@ def first_difference(first: TensorSource, second: TensorSource, under: str = "")
         for x, y in _chunks(a.reshape(-1), b.reshape(-1)):
             odd = _odd(x, y).nonzero()
             if len(odd):
-                here = int(odd[0])
-                index = tuple(int(i) for i in np.unravel_index(at + here, tuple(a.shape)))
-                return ValueDifference(path=path, index=index, values=(repr(x[here].item()), repr(y[here].item())))
+                offset = int(odd[0])
+                index = tuple(int(i) for i in np.unravel_index(at + offset, tuple(a.shape)))
+                return ValueDifference(path=path, index=index, values=(repr(x[offset].item()), repr(y[offset].item())))
             at += x.numel()
     return None
 
@@ -144,7 +144,7 @@ def _compare(path: str, first: TensorSource, second: TensorSource) -> TensorDiff
 
 def _meant(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
     """Return the dtype that is meant: uint16 in a numpy file holds the bits of bfloat16 if the other file has bfloat16."""
-    names = [str(known).removeprefix("torch.") for known in (dtype, other)]
+    names = [str(kind).removeprefix("torch.") for kind in (dtype, other)]
     return other if STAND_INS.get(names[1]) == names[0] else dtype
 
 
@@ -214,8 +214,8 @@ def _errors(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     error = torch.where(wide_x == wide_y, 0.0, (wide_x - wide_y).abs())  # infinity minus infinity is NaN
     if x.dtype == y.dtype and _is_whole(x):
         error = _whole_errors(x, y)
-    known = ~(torch.isnan(wide_x) | torch.isnan(wide_y))
-    return error[known], scale[known]
+    mask = ~(torch.isnan(wide_x) | torch.isnan(wide_y))
+    return error[mask], scale[mask]
 
 
 def _whole_errors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

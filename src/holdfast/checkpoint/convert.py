@@ -75,10 +75,10 @@ def _digests(source: TensorSource, content: WritePlan) -> dict[str, str]:
 
 
 def _check(manifest: Manifest, wanted: dict[str, str]) -> None:
-    found = {path: entry.xxh3 for path, entry in manifest.tensors.items()}
-    if found != wanted:
-        wrong = next(path for path in {**wanted, **found} if wanted.get(path) != found.get(path))
+    digests = {path: entry.xxh3 for path, entry in manifest.tensors.items()}
+    if digests != wanted:
+        wrong = next(path for path in {**wanted, **digests} if wanted.get(path) != digests.get(path))
         raise CheckpointCorrupt(
-            f"the tensor {wrong!r:.80} has the digest {found.get(wrong)} after converting, it had {wanted.get(wrong)}; "
+            f"the tensor {wrong!r:.80} has the digest {digests.get(wrong)} after converting, it had {wanted.get(wrong)}; "
             "the new checkpoint was removed; check this machine's memory"
         )

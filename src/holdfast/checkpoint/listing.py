@@ -68,35 +68,35 @@ def examine(storage: Storage, step: int, *, read_all: bool = True) -> Checkpoint
 
 def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool = True) -> list[CheckpointStatus]:
     """Examine all checkpoints in order, calling ``now`` with each step; steps that a running job removes meanwhile are omitted."""
-    found = []
+    statuses = []
     for step in steps(storage):
         now(step)
         try:
-            found.append(examine(storage, step, read_all=read_all))
+            statuses.append(examine(storage, step, read_all=read_all))
         except CheckpointMissing:
             continue
-    return found
+    return statuses
 
 
 def attempts(storage: Storage) -> list[IncompleteCheckpoint]:
     """Return all incomplete attempts, oldest step first."""
-    found: list[tuple[int, str]] = []
+    folders: list[tuple[int, str]] = []
     for name in storage.names(""):
         step = step_of(name)
         if step is None:
             continue
         inside = storage.names(name)
         if MANIFEST_NAME not in inside:
-            found.append((step, name))
+            folders.append((step, name))
             continue
         try:
-            mine = read_manifest(storage, step).folder
+            own_folder = read_manifest(storage, step).folder
         except (CheckpointCorrupt, CheckpointMissing):
             continue  # which of its folders is the checkpoint's own is unknown
-        found += [(step, f"{name}/{other}") for other in inside if other.startswith("data-") and other != mine]
+        folders += [(step, f"{name}/{other}") for other in inside if other.startswith("data-") and other != own_folder]
     return [
         IncompleteCheckpoint(step=step, folder=folder, size_bytes=folder_bytes(storage, folder))
-        for step, folder in sorted(found)
+        for step, folder in sorted(folders)
     ]
 
 

@@ -47,8 +47,8 @@ def steps(storage: Where, known: Container[int] = ()) -> list[int]:
         CheckpointError: if the storage exists and cannot be listed.
     """
     storage = as_storage(storage)
-    found = (step for name in storage.names("") if (step := step_of(name)) is not None)
-    return sorted(step for step in found if step in known or MANIFEST_NAME in storage.names(step_folder(step)))
+    candidates = (step for name in storage.names("") if (step := step_of(name)) is not None)
+    return sorted(step for step in candidates if step in known or MANIFEST_NAME in storage.names(step_folder(step)))
 
 
 def newest_intact(storage: Where, on_damaged: OnDamaged | None = None) -> int | None:
@@ -156,10 +156,10 @@ def load(storage: Where, step: int, into: Any = None, only: Wanted | None = None
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
-    given = {} if into is None else _apart(flatten(into)[0])
+    targets = {} if into is None else _apart(flatten(into)[0])
 
     def place(manifest: Manifest) -> dict[str, torch.Tensor]:
-        return {path: _room(path, entry, given.get(path)) for path, entry in manifest.tensors.items()}
+        return {path: _room(path, entry, targets.get(path)) for path, entry in manifest.tensors.items()}
 
     def read(whole: Manifest) -> tuple[tuple[Manifest, dict[str, torch.Tensor]], list[DamagedBytes]]:
         manifest = whole if only is None else select(whole, only)

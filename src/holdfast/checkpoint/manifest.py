@@ -169,9 +169,9 @@ def parse(data: bytes, *, is_part: bool = False) -> Manifest:
     seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_BYTES))
     if seal is None:
         _damaged("end", "it does not end with the digest of its own bytes: it was cut short or altered")
-    found = xxhash.xxh3_64_hexdigest(memoryview(data)[: seal.start()])
-    if found != seal[1].decode():
-        _damaged("xxh3", f"its bytes have the digest {found}, it says {seal[1].decode()}")
+    digest = xxhash.xxh3_64_hexdigest(memoryview(data)[: seal.start()])
+    if digest != seal[1].decode():
+        _damaged("xxh3", f"its bytes have the digest {digest}, it says {seal[1].decode()}")
     fields = _read_json(data)
     if type(fields.get("schema")) is not int or fields["schema"] not in (SCHEMA, SCHEMA_SHARED):
         _damaged(

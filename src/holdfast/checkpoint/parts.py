@@ -90,12 +90,12 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
             )
         files |= part.files
         for path, entry in part.tensors.items():
-            known = tensors.get(path)
-            if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
+            earlier_entry = tensors.get(path)
+            if earlier_entry is not None and (earlier_entry.dtype, earlier_entry.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"the writers of step {first.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
+                    f"the writers of step {first.step} hold different tensors {path!r}: {earlier_entry.dtype} {list(earlier_entry.shape)} and {entry.dtype} {list(entry.shape)}"
                 )
-            pieces = (known.pieces if known else ()) + entry.pieces
+            pieces = (earlier_entry.pieces if earlier_entry else ()) + entry.pieces
             tensors[path] = dataclasses.replace(entry, pieces=pieces)
     whole = dataclasses.replace(first, files=files, tensors=tensors)
     return whole if all(part.skeleton is None for part in parts[1:]) else _join_all(whole, parts)

@@ -203,7 +203,7 @@ class RunningCheckpoint:
             ConfigError: if its step is not after the last save's.
         """
         self._check_step(saved.step)
-        size = chunk_rows(max(mine.shape[1] for mine in self._saved))
+        size = chunk_rows(max(rows.shape[1] for rows in self._saved))
         for some, *payload in zip(*(tensor.split(size) for tensor in (saved.blocks, *saved.payload)), strict=True):
             self._put_some(some, iter(payload), saved.step, saved.share)
         self.saved_at[saved.blocks] = saved.step
@@ -219,7 +219,7 @@ class RunningCheckpoint:
         One tensor of rows for each tensor of ``start``, of shape (k, its width).
         """
         return tuple(
-            self._expected(number, blocks, step, self._share).to(mine.dtype) for number, mine in enumerate(self._saved)
+            self._expected(number, blocks, step, self._share).to(rows.dtype) for number, rows in enumerate(self._saved)
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,8 +246,8 @@ class RunningCheckpoint:
                 f"this priority checkpoint was kept with {state['saving']}, not with {self._saving}; use the same values"
             )
         self._check_rows(state["saved"])
-        for mine, given in zip(self._saved, state["saved"], strict=True):
-            mine.copy_(given)
+        for own_rows, rows in zip(self._saved, state["saved"], strict=True):
+            own_rows.copy_(rows)
         if self._slope is not None:
             self._slope.copy_(state["slope"])
         self.saved_at.copy_(state["saved_at"])
@@ -314,11 +314,11 @@ class RunningCheckpoint:
 
     def _expected(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
         """Return the values that blocks of a tensor are restored to, in the dtype of the computation."""
-        mine = self._saved[number].index_select(0, blocks)
+        rows = self._saved[number].index_select(0, blocks)
         if number or self._slope is None:
-            return mine
+            return rows
         ahead = (step - self.saved_at[blocks]).to(self._slope.dtype).mul_(share)
-        return self._slope.index_select(0, blocks).mul_(ahead.unsqueeze(1)).add_(mine)
+        return self._slope.index_select(0, blocks).mul_(ahead.unsqueeze(1)).add_(rows)
 
     def _encode(
         self, rows: Sequence[Tensor], blocks: Tensor, step: int, share: float
@@ -338,15 +338,15 @@ class RunningCheckpoint:
 
     def _put_some(self, blocks: Tensor, payload: Iterator[Tensor], step: int, share: float) -> None:
         """Save blocks from their payload."""
-        for number, mine in enumerate(self._saved):
+        for number, own_rows in enumerate(self._saved):
             rows = next(payload)
-            if is_stepped(mine, self._saving.codec):
-                rows = decode(rows, next(payload), self._expected_wide(number, blocks, step, share), mine.dtype)
+            if is_stepped(own_rows, self._saving.codec):
+                rows = decode(rows, next(payload), self._expected_wide(number, blocks, step, share), own_rows.dtype)
             if not number and self._slope is not None:
                 since = (step - self.saved_at[blocks]).to(self._slope.dtype)
-                way = rows.to(self._slope.dtype) - mine.index_select(0, blocks).to(self._slope.dtype)
+                way = rows.to(self._slope.dtype) - own_rows.index_select(0, blocks).to(self._slope.dtype)
                 self._slope.index_copy_(0, blocks, way.div_(since.unsqueeze(1)))
-            mine.index_copy_(0, blocks, rows)
+            own_rows.index_copy_(0, blocks, rows)
 
     def _expected_wide(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
         return self._expected(number, blocks, step, share).to(wide(self._saved[number].dtype))
@@ -361,10 +361,10 @@ class RunningCheckpoint:
             )
 
     def _check_rows(self, rows: Sequence[Tensor]) -> None:
-        given, mine = ([(tuple(t.shape), t.dtype) for t in tensors] for tensors in (rows, self._saved))
-        if given != mine:
+        layout, own_layout = ([(tuple(t.shape), t.dtype) for t in tensors] for tensors in (rows, self._saved))
+        if layout != own_layout:
             raise ConfigError(
-                f"rows must have the shapes and dtypes that it started with, {mine}, got {given}; give the same tensors"
+                f"rows must have the shapes and dtypes that it started with, {own_layout}, got {layout}; give the same tensors"
             )
 
 

@@ -35,8 +35,8 @@ def unit(rows: Tensor) -> float:
     """Return the root mean square of all numbers, the same with any number of threads; 1 if it is 0 or overflows."""
     pieces = rows.split(chunk_rows(rows.shape[1]))
     lengths = torch.cat([torch.linalg.vector_norm(piece.to(wide(rows.dtype)), dim=1) for piece in pieces])
-    found = float(np.sqrt(np.mean(lengths.double().numpy() ** 2) / rows.shape[1]))
-    return found if 0 < found < np.inf else 1.0
+    rms = float(np.sqrt(np.mean(lengths.double().numpy() ** 2) / rows.shape[1]))
+    return rms if 0 < rms < np.inf else 1.0
 
 
 def drawn(blocks: int, seed: int, step: int) -> Tensor:

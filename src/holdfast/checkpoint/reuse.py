@@ -272,12 +272,12 @@ def _digest_all(boxes: Sequence[WriteBox]) -> dict[str, Sequence[bytes]]:
         return xxhash.xxh3_128_digest(tensor_bytes(box.tensor[start:end]))
 
     digests: dict[str, list[bytes]] = {box.path: [] for box in boxes}
-    for (box, _, _), found in zip(jobs, run(work, jobs, sum(box.tensor.nbytes for box in boxes)), strict=True):
-        digests[box.path].append(found)
+    for (box, _, _), block_digest in zip(jobs, run(work, jobs, sum(box.tensor.nbytes for box in boxes)), strict=True):
+        digests[box.path].append(block_digest)
     return {**digests}
 
 
 def _complete_steps(storage: Storage, but: int) -> Iterator[int]:
     """Yield the steps that have a complete checkpoint, the newest first, except for one."""
-    found = sorted((step for name in storage.names("") if (step := step_of(name)) is not None), reverse=True)
-    return (step for step in found if step != but and MANIFEST_NAME in storage.names(step_folder(step)))
+    candidates = sorted((step for name in storage.names("") if (step := step_of(name)) is not None), reverse=True)
+    return (step for step in candidates if step != but and MANIFEST_NAME in storage.names(step_folder(step)))

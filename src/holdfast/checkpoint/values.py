@@ -73,8 +73,8 @@ def read_files(
                     moves.append((target, into))
                 blocks += _blocks_of(path, piece, into)
         size_bytes = sum(entry.size_bytes for entry in manifest.tensors.values())
-        found = run(lambda block: _check_block(files, manifest, block), blocks, size_bytes)
-        damage += [d for d in found if d is not None]
+        results = run(lambda block: _check_block(files, manifest, block), blocks, size_bytes)
+        damage += [d for d in results if d is not None]
         if not values_only:
             damage += [d for name in manifest.files if (d := _check_rest(files[name], manifest, name)) is not None]
         for target, source in moves:
@@ -134,10 +134,10 @@ def _check_block(files: Mapping[str, StorageReader], manifest: Manifest, block: 
         into = into[block.start : block.end]
     first, last = block.piece.offset + block.start, block.piece.offset + block.end
     file = files[block.piece.file]
-    got, found = _read_digested(
+    got, block_digest = _read_digested(
         file, first, into if last <= file.size_bytes else into[: max(0, file.size_bytes - first)]
     )
-    if got == last - first and found == block.wanted:
+    if got == last - first and block_digest == block.wanted:
         return None
     entry = manifest.tensors[block.path]
     why = "they are not what was saved" if got == last - first else f"the file ends after {got} of them"

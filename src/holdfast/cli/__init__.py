@@ -82,9 +82,9 @@ def _answer(text: str) -> NoReturn:
 
 def _columns() -> int:
     """Return the width of the terminal; 80 where there is none."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
     try:
         return os.get_terminal_size(1).columns or 80
     except OSError:

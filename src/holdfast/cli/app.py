@@ -139,5 +139,5 @@ def _of_number(error: Exception) -> str:
         of = " of seconds, without a unit" if param.metavar == "SECONDS" else ""
         allowed = [f"{_NUMBERS[kind]}{of}"]
     name = param.opts[0] if param.opts[0].startswith("-") else param.metavar
-    given = wrong["input"] if limits else repr(wrong["input"])
-    return f"{name} must be {allowed[0]}, got {given}" if allowed else ""
+    value = wrong["input"] if limits else repr(wrong["input"])
+    return f"{name} must be {allowed[0]}, got {value}" if allowed else ""

@@ -67,24 +67,24 @@ def ls(
 
     storage = find_root(directory)
     with progress(f"reading {storage.url}", quiet=as_json) as now:
-        found = examine_all(storage, lambda step: now(f"reading step {step}"), read_all=not fast)
+        checkpoints = examine_all(storage, lambda step: now(f"reading step {step}"), read_all=not fast)
         unfinished = attempts(storage)
     if as_json:
-        rows = [_described(examined) for examined in found]
-        others = [dataclasses.asdict(attempt) for attempt in unfinished]
-        print_json({"url": storage.url, "checkpoints": rows, "attempts": others})
+        rows = [_described(examined) for examined in checkpoints]
+        attempt_rows = [dataclasses.asdict(attempt) for attempt in unfinished]
+        print_json({"url": storage.url, "checkpoints": rows, "attempts": attempt_rows})
     else:
         heads = ("step>", "size>", "tensors>", "workers>", "format", "written", "state")
-        if found:
-            table(heads, [_ls_row(examined) for examined in found])
+        if checkpoints:
+            table(heads, [_ls_row(examined) for examined in checkpoints])
         else:
             say(f"no checkpoints in {storage.url}")
-        if any(examined.damage for examined in found):
+        if any(examined.damage for examined in checkpoints):
             say(f"holdfast ckpt verify {directory} shows the damage")
         for attempt in unfinished:
             what = f"{attempt.folder}, {size(attempt.size_bytes)}"
             say(f"incomplete: {what}; being written, or abandoned; never loaded")
-    return _DAMAGED if any(examined.damage for examined in found) else 0
+    return _DAMAGED if any(examined.damage for examined in checkpoints) else 0
 
 
 def _described(examined: CheckpointStatus) -> dict[str, Any]:
@@ -197,18 +197,18 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
         now.expect(_bytes_of(storage, steps(storage) if named is None else [named]))
         storage = CountedStorage(storage, now.advance)
         if named is None:
-            found = examine_all(storage, lambda step: now(f"reading step {step}"))
+            checkpoints = examine_all(storage, lambda step: now(f"reading step {step}"))
         else:
             now(f"reading step {named}")
-            found = [examine(storage, named)]
-    if not found:
+            checkpoints = [examine(storage, named)]
+    if not checkpoints:
         raise CheckpointMissing(f"there is no complete checkpoint in {storage.url}; name a directory that contains one")
     if as_json:
-        print_json({"url": storage.url, "checkpoints": [_described(examined) for examined in found]})
+        print_json({"url": storage.url, "checkpoints": [_described(examined) for examined in checkpoints]})
     else:
-        for examined in found:
+        for examined in checkpoints:
             _say_verified(examined, everything)
-    return _DAMAGED if any(examined.damage for examined in found) else 0
+    return _DAMAGED if any(examined.damage for examined in checkpoints) else 0
 
 
 def _bytes_of(storage: Storage, steps: Sequence[int]) -> int:
@@ -256,41 +256,41 @@ def diff(
     from holdfast.checkpoint.compare import compare
 
     with progress(f"opening {first}", quiet=as_json) as now, opened(first, now=now) as a, opened(second, now=now) as b:
-        found = compare(a, b, lambda path: now(f"comparing {path}"))
+        comparison = compare(a, b, lambda path: now(f"comparing {path}"))
         names, kinds = {"a": a.name, "b": b.name}, {"a": a.kind, "b": b.kind}
     if as_json:
-        print_json({**names, "identical": found.is_identical, **dataclasses.asdict(found)})
+        print_json({**names, "identical": comparison.is_identical, **dataclasses.asdict(comparison)})
         return 0
     for letter, name in names.items():
         say(f"{letter}  {name} ({kinds[letter]})")
-    _say_differences(found, everything)
+    _say_differences(comparison, everything)
     return 0
 
 
-def _say_differences(found: Comparison, everything: bool) -> None:
-    odd = [tensor for tensor in found.tensors if not tensor.is_same]
+def _say_differences(comparison: Comparison, everything: bool) -> None:
+    odd = [tensor for tensor in comparison.tensors if not tensor.is_same]
     if odd:
         say("")
         heads = ("tensor", "differ>", "of>", "max abs>", "max rel>", "distance>", "note")
         _show_rows(heads, [_diff_row(tensor) for tensor in odd], "tensor", everything)
-    for letter, paths in (("a", found.only_first), ("b", found.only_second)):
+    for letter, paths in (("a", comparison.only_first), ("b", comparison.only_second)):
         if paths:
             say("")
             say(f"only in {letter}:")
             _show_rows(("",), [(path,) for path in paths], "tensor", everything, indent=2)
-    if found.scalars:
+    if comparison.scalars:
         say("")
         say("other saved values:")
-        pairs = found.scalars.items()
+        pairs = comparison.scalars.items()
         cells = [(path, _cut(a, everything) or "-", _cut(b, everything) or "-") for path, (a, b) in pairs]
         _show_rows(("value", "a", "b"), cells, "value", everything, indent=2)
-    num_same = len(found.tensors) - len(odd)
+    num_same = len(comparison.tensors) - len(odd)
     say("")
-    if found.is_identical:
-        beside = "" if found.scalars is not None else "; one of the two has no other values"
+    if comparison.is_identical:
+        beside = "" if comparison.scalars is not None else "; one of the two has no other values"
         say(f"identical: {count(num_same, 'tensor')}{beside}", "green")
     else:
-        alone = len(found.only_first) + len(found.only_second)
+        alone = len(comparison.only_first) + len(comparison.only_second)
         say(f"{count(num_same, 'tensor')} identical, {len(odd)} different, {alone} in one only")
 
 

@@ -45,8 +45,8 @@ def set_(
 
     Example: holdfast set --lr 0.01
     """
-    given = {"lr": lr, "batch_size": batch_size, "strategy": strategy, "checkpoint_every": checkpoint_every}
-    return _request(job, **{name: value for name, value in given.items() if value is not None})
+    settings = {"lr": lr, "batch_size": batch_size, "strategy": strategy, "checkpoint_every": checkpoint_every}
+    return _request(job, **{name: value for name, value in settings.items() if value is not None})
 
 
 def _request(pid: int | None, **changes: Any) -> int:

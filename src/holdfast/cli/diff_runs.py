@@ -97,12 +97,12 @@ def _show(
     findings: Sequence[Sequence[CertificateFinding]],
 ) -> None:
     for letter, run in zip("AB", runs, strict=True):
-        said = f"{letter}  {run.name}: steps {run.first} to {run.last}"
-        say(said + (", whose certificate begins there" if run.begins_anew else ""))
+        title = f"{letter}  {run.name}: steps {run.first} to {run.last}"
+        say(title + (", whose certificate begins there" if run.begins_anew else ""))
     for name, values in settings.items():
         say(f"different {name}: {values[0]} / {values[1]}")
-    for letter, run, found in zip("AB", runs, findings, strict=True):
-        for finding in (*found, *run.twice()[:1]):
+    for letter, run, run_findings in zip("AB", runs, findings, strict=True):
+        for finding in (*run_findings, *run.twice()[:1]):
             say(f"{letter}  {finding.what}", "bold red")
     if compared.divergence is None:
         doubt = "according to these records: " if any(findings) else ""
@@ -141,8 +141,8 @@ def _lines(parting: Divergence) -> list[str]:
         lines.append(f"  the state differs in {parting.where}{since}")
     if parting.tensors:
         shown, more = ", ".join(parting.tensors[:_MOST_TENSORS]), len(parting.tensors) - _MOST_TENSORS
-        others = f" and {more} more" if more > 0 else ""
-        lines.append(f"  different tensors before step {parting.tensors_step}: {shown}{others}")
+        rest = f" and {more} more" if more > 0 else ""
+        lines.append(f"  different tensors before step {parting.tensors_step}: {shown}{rest}")
     return lines
 
 
@@ -162,7 +162,7 @@ def _as_dict(
     divergence = compared.divergence
     return {
         "same": divergence is None and not any(findings),
-        "findings": [[dataclasses.asdict(finding) for finding in found] for found in findings],
+        "findings": [[dataclasses.asdict(finding) for finding in run_findings] for run_findings in findings],
         "first_step": compared.first,
         "same_to": compared.last if divergence is None else divergence.step - 1,
         "different_settings": {name: list(values) for name, values in settings.items()},

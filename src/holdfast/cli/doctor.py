@@ -57,22 +57,26 @@ def doctor(
 
     try:
         with sigterm_as_interrupt():
-            said = inspect(script, args or (), workers=workers, timeout_s=timeout, device=device)
+            findings = inspect(script, args or (), workers=workers, timeout_s=timeout, device=device)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return _STOPPED
-    return _show(said, as_json=as_json)
+    return _show(findings, as_json=as_json)
 
 
-def _show(said: dict[str, Any], *, as_json: bool) -> int:
+def _show(findings: dict[str, Any], *, as_json: bool) -> int:
     """Print the findings; return the exit code."""
     from holdfast.cli.tables import say
     from holdfast.tools.doctor.report import checks_of, is_exact, lines_of
 
-    checks = checks_of(said["full"], said["brief"])
+    checks = checks_of(findings["full"], findings["brief"])
     if as_json:
-        found = {"exact": is_exact(checks), "checks": [dataclasses.asdict(check) for check in checks], **said["full"]}
-        print(json.dumps(found, indent=1))
+        output = {
+            "exact": is_exact(checks),
+            "checks": [dataclasses.asdict(check) for check in checks],
+            **findings["full"],
+        }
+        print(json.dumps(output, indent=1))
     else:
         for line in lines_of(checks):
             say(line)

@@ -71,10 +71,10 @@ class RunOutput:
         try:
             stream.flush()
             fd = stream.fileno()
-            found = os.fstat(fd)
+            info = os.fstat(fd)
         except (OSError, AttributeError):  # in a test it is no file
             return stream
-        place = found.st_dev, found.st_ino
+        place = info.st_dev, info.st_ino
         if place not in self._queues:
             self._queues[place] = _Queue()  # starts a thread
         file = io.BufferedWriter(_QueuedFile(fd, self._queues[place], refused))

@@ -155,7 +155,7 @@ def progress(text: str, *, quiet: bool = False) -> Iterator[Reporter]:
         quiet: Show nothing, as for output that programs read.
     """
     with warnings.catch_warnings(), _shown(text, quiet) as reporter:
-        warnings.showwarning = lambda message, *others: reporter.print_line(f"warning: {message}")
+        warnings.showwarning = lambda message, *details: reporter.print_line(f"warning: {message}")
         yield reporter
 
 

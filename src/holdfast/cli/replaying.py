@@ -130,13 +130,13 @@ def _checkpoint_folders(run: CertifiedSteps, report: Mapping[str, Any], wanted: 
     from holdfast.records.types import CheckpointSaved
 
     saved = [record for record in run.records if isinstance(record, CheckpointSaved)]
-    found = {record.step: record.path.rpartition("/")[0] for record in saved}
+    folders = {record.step: record.path.rpartition("/")[0] for record in saved}
     if url := report["job"]["settings"].get("checkpoint_dir"):
         try:
-            found |= {step: url for step in CheckpointStore(url).steps() if step not in found}
+            folders |= {step: url for step in CheckpointStore(url).steps() if step not in folders}
         except (CheckpointError, ConfigError):
             pass_over(f"{url} cannot be read")
-    return {step: url for step, url in found.items() if 0 < step <= wanted and step >= run.first}
+    return {step: url for step, url in folders.items() if 0 < step <= wanted and step >= run.first}
 
 
 def _is_intact(url: str, step: int, run: CertifiedSteps) -> bool:
@@ -161,8 +161,8 @@ def pass_over(why: str) -> None:
 # -- whether a replay is possible
 
 
-def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -> Path:
-    """Return the script to run: ``given``, or else the run's own script if it is unchanged.
+def script_of(report: Mapping[str, Any], script: Path | None, *, trusted: bool) -> Path:
+    """Return the script to run: ``script``, or else the run's own script if it is unchanged.
 
     A report may come from an untrusted source, and its sha256 proves nothing about the script that it names: unless the
     report is ``trusted``, this user must have run the script here with these arguments.
@@ -171,12 +171,12 @@ def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -
         ConfigError: if the script is missing or changed, or this user has not run it here.
     """
     job = report["job"]
-    if given is not None:
-        if not given.is_file():
-            raise ConfigError(f"--script must be a file, and there is no {str(given)!r}")
-        if _sha256(given) != job["sha256"]:
-            warn(f"{given} is not the script of the run: its sha256 differs")
-        return given
+    if script is not None:
+        if not script.is_file():
+            raise ConfigError(f"--script must be a file, and there is no {str(script)!r}")
+        if _sha256(script) != job["sha256"]:
+            warn(f"{script} is not the script of the run: its sha256 differs")
+        return script
     from holdfast.launch.provenance import is_noted
 
     path = Path(job["path"])

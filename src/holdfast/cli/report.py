@@ -36,10 +36,10 @@ def report(
     from holdfast.report import write_page
     from holdfast.report.comparison import write_comparison
 
-    first, *others = directories
-    if not others and out is not None:
+    first, *other_directories = directories
+    if not other_directories and out is not None:
         raise ConfigError(f"--out is for the page of several runs; the page of one is {first / 'index.html'}")
-    page = write_comparison(directories, out or first / "comparison.html") if others else write_page(first)
+    page = write_comparison(directories, out or first / "comparison.html") if other_directories else write_page(first)
     print(page)
     if show:
         typer.launch(str(page))

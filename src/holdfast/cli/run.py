@@ -113,23 +113,23 @@ def run(
     from holdfast.cli.output import RunOutput
     from holdfast.launch.worker_context import STOPPED
 
-    if said := _take_scheduled(context, given):
-        print(f"holdfast: {said}", file=sys.stderr)
+    if line := _take_scheduled(context, given):
+        print(f"holdfast: {line}", file=sys.stderr)
     _check(given)
-    asked = RunArguments(**{each.name: given[each.parameter] or each.default for each in fields_of(RunArguments)})
-    job = _job(script, args or [], given, asked)
-    _check_baseline(asked.baseline, job.report_dir)
+    arguments = RunArguments(**{each.name: given[each.parameter] or each.default for each in fields_of(RunArguments)})
+    job = _job(script, args or [], given, arguments)
+    _check_baseline(arguments.baseline, job.report_dir)
     with RunOutput() as output:
-        exit_code = _launch(job, asked)
+        exit_code = _launch(job, arguments)
         if exit_code == STOPPED:
             output.patience_s = _LAST_S
         output.drain()
-        if asked.as_json and output.error is not None:  # the report is what the caller waits for
+        if arguments.as_json and output.error is not None:  # the report is what the caller waits for
             return exit_code or 1
     return exit_code
 
 
-def _launch(job: Job, asked: RunArguments) -> int:
+def _launch(job: Job, arguments: RunArguments) -> int:
     """Run the job and show how it ended; return the exit code."""
     from holdfast.launch.hash_seed import hash_seed_line
     from holdfast.launch.launcher import launch
@@ -139,7 +139,7 @@ def _launch(job: Job, asked: RunArguments) -> int:
         print(f"holdfast: {line}", file=sys.stderr)
     try:
         with sigterm_as_interrupt():
-            outcome = launch(job, make_view(sys.stderr if asked.as_json else sys.stdout))
+            outcome = launch(job, make_view(sys.stderr if arguments.as_json else sys.stdout))
     except Terminated:  # before the job begins, which handles signals itself
         print("holdfast: stopped before the job began", file=sys.stderr)
         return 1
@@ -148,9 +148,9 @@ def _launch(job: Job, asked: RunArguments) -> int:
         return INTERRUPTED
     with uninterrupted():
         report_dir = job.report_dir if outcome.is_reported else None
-        if asked.baseline is not None and report_dir is not None and outcome.report["outcome"] == "done":
-            _add_cost(outcome.report, report_dir, asked.baseline)
-        _show(outcome, report_dir, as_json=asked.as_json)
+        if arguments.baseline is not None and report_dir is not None and outcome.report["outcome"] == "done":
+            _add_cost(outcome.report, report_dir, arguments.baseline)
+        _show(outcome, report_dir, as_json=arguments.as_json)
     return outcome.exit_code
 
 
@@ -160,9 +160,9 @@ def _take_scheduled(context: Context, given: dict[str, Any]) -> str:
     from holdfast.launch.schedulers import read_scheduler
 
     sources = {name: context.get_parameter_source(name) for name in (*_SCHEDULED, "hosts")}
-    known = {name: given[name] for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
-    known |= {name: os.environ[variable(name)] for name in ("workers", "fabric") if variable(name) in os.environ}
-    scheduled = read_scheduler(os.environ, known, len(os.sched_getaffinity(0)), find_gpus)
+    choices = {name: given[name] for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    choices |= {name: os.environ[variable(name)] for name in ("workers", "fabric") if variable(name) in os.environ}
+    scheduled = read_scheduler(os.environ, choices, len(os.sched_getaffinity(0)), find_gpus)
     given.update(scheduled.values)
     return scheduled.said
 
@@ -182,22 +182,22 @@ def _check(given: dict[str, Any]) -> None:
             raise ConfigError(f"{each.flag} must be more than 0 seconds, got {value:g}")
 
 
-def _job(script: Path, args: list[str], given: dict[str, Any], asked: RunArguments) -> Job:
+def _job(script: Path, args: list[str], given: dict[str, Any], arguments: RunArguments) -> Job:
     """Return the job for the launcher; the ConfigError names an option whose value is not allowed."""
     from holdfast.launch.hostlist import parse_hosts
     from holdfast.launch.schedulers import with_port
     from holdfast.launch.target import find_target
 
-    newcomers = _newcomers(given["max_respawns"], respawn=asked.respawn)
+    newcomers = _newcomers(given["max_respawns"], respawn=arguments.respawn)
     script_args, last_report = _split_off_report(args)
-    target = find_target(str(script), script_args, is_module=asked.module)
+    target = find_target(str(script), script_args, is_module=arguments.module)
     if given["rdzv"] is not None and "://" not in given["rdzv"]:
         given["rdzv"] = f"holdfast://{with_port(given['rdzv'])}" if given["rdzv"] else None
     machines = parse_hosts(given["hosts"]) if given["hosts"] is not None else ()
     if given["workers"] is None:
         given["workers"] = max(1, sum(host.slots for host in machines) - (given["spares"] or 0))
     settings = _settings(given)
-    fabric, faults = settings.fabric or "ulfm", _plan(list(asked.inject), settings, given["nnodes"], newcomers)
+    fabric, faults = settings.fabric or "ulfm", _plan(list(arguments.inject), settings, given["nnodes"], newcomers)
     settings = dataclasses.replace(settings, fabric=fabric, faults=faults, token=given["rdzv_token"] or "")
     settings = dataclasses.replace(settings, ranks="", rank=-1, store="", run_dir="")
     for_launcher = {each.name: given[each.parameter] for each in declared(Job) if given[each.parameter] is not None} | {
@@ -233,19 +233,19 @@ def _settings(given: dict[str, Any]) -> Settings:
         raise ConfigError(f"{options[name].flag} {what}") from error
 
 
-def _value(option: DeclaredOption, given: Any) -> Any:
+def _value(option: DeclaredOption, value: Any) -> Any:
     """Return the setting of an option; None if it was not given. A switch can only be changed from its default."""
-    return (not option.default if given else None) if option.kind is bool else given
+    return (not option.default if value else None) if option.kind is bool else value
 
 
-def _slices(given: str | None) -> dict[str, Any]:
+def _slices(value: str | None) -> dict[str, Any]:
     """Return the settings of ``--slices``; raise a ConfigError if it is neither a number nor ``auto``."""
-    if given is None:
+    if value is None:
         return {}
     try:
-        return {"slices": int(given), "auto_slices": -1}
+        return {"slices": int(value), "auto_slices": -1}
     except ValueError:
-        return {"slices": 0, "auto_slices": losses_of(given, "--slices")}
+        return {"slices": 0, "auto_slices": losses_of(value, "--slices")}
 
 
 def _how_often(checkpoint_every: str | None) -> dict[str, Any]:

@@ -24,20 +24,20 @@ def facts(state: Mapping[str, Any], waits_for: str = "") -> list[tuple[str, str]
         state: The state, as ``docs/reference/live-view.md`` describes it.
         waits_for: What the job waits for before it trains.
     """
-    found = [("", clean(state["state"]["sentence"]))]
+    rows = [("", clean(state["state"]["sentence"]))]
     if waits_for and not state["progress"]["step"]:
-        found.append(("start", clean(waits_for)))
-    found.append(("progress", _progress(state)))
+        rows.append(("start", clean(waits_for)))
+    rows.append(("progress", _progress(state)))
     if state["progress"]["step"]:
-        found.append(("goodput", _goodput(state["goodput"])))
-    found.append(("recoveries", _recoveries(state["recoveries"])))
+        rows.append(("goodput", _goodput(state["goodput"])))
+    rows.append(("recoveries", _recoveries(state["recoveries"])))
     if saved := state["checkpoints"]:
-        found.append(("checkpoint", f"step {saved[-1]['step']}, {size(saved[-1]['size_bytes'])}"))
+        rows.append(("checkpoint", f"step {saved[-1]['step']}, {size(saved[-1]['size_bytes'])}"))
     if findings := state["integrity"]["findings"]:
-        found.append(("guard", clean(findings[-1]["text"])))
+        rows.append(("guard", clean(findings[-1]["text"])))
     if resume := state["run"]["resume"]:
-        found.append(("resume", clean(resume)))
-    return [(name, text) for name, text in found if text]
+        rows.append(("resume", clean(resume)))
+    return [(name, text) for name, text in rows if text]
 
 
 def _progress(state: Mapping[str, Any]) -> str:
@@ -86,8 +86,8 @@ def worker_cells(
     state: Mapping[str, Any], row: Mapping[str, Any], observed: Mapping[int, ObservedWorker]
 ) -> tuple[str, ...]:
     """Return the cells of a worker, in the order of :data:`WORKER_COLUMNS`."""
-    here = observed.get(row["id"])
-    usage = None if here is None or row["state"] in ("lost", "left", "done") else here.usage
+    worker = observed.get(row["id"])
+    usage = None if worker is None or row["state"] in ("lost", "left", "done") else worker.usage
     is_somewhere = row["pid"] is not None and row["pid"] >= 0
     return (
         str(row["id"]),

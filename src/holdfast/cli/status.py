@@ -118,10 +118,10 @@ def _exit_code(report: dict[str, Any]) -> int:
 def _show(state: dict[str, Any], workers: dict[int, ObservedWorker]) -> None:
     from holdfast.cli.run_text import WORKER_COLUMNS, event_lines, facts, shown_workers, worker_cells
 
-    known = facts(state, state.get("waits_for", ""))
-    say(known[0][1])
-    if known[1:]:
-        table(("", ""), known[1:])
+    entries = facts(state, state.get("waits_for", ""))
+    say(entries[0][1])
+    if entries[1:]:
+        table(("", ""), entries[1:])
     say("")
     shown = shown_workers(state, _MOST_WORKERS)
     table(*_without_empty(WORKER_COLUMNS, [worker_cells(state, row, workers) for row in shown]))

@@ -53,22 +53,22 @@ class _Jobs:
     """The jobs that run now."""
 
     def __init__(self) -> None:
-        self._known: dict[str, ObservedJob] = {}
+        self._jobs: dict[str, ObservedJob] = {}
 
     def poll(self) -> list[ObservedJob]:
         """Return them, up to date, in the order of their launchers' PIDs."""
         from holdfast.launch.control import running_jobs
         from holdfast.launch.observed import ObservedJob
 
-        found: dict[str, ObservedJob] = {}
+        jobs: dict[str, ObservedJob] = {}
         for running in running_jobs():
-            job = self._known.get(running.process)
+            job = self._jobs.get(running.process)
             if job is None or job.running != running:  # a launcher describes its job again once it begins
                 job = ObservedJob(running)
             job.poll()
-            found[running.process] = job
-        self._known = found
-        return sorted(found.values(), key=lambda job: job.running.pid)
+            jobs[running.process] = job
+        self._jobs = jobs
+        return sorted(jobs.values(), key=lambda job: job.running.pid)
 
 
 def _print_once(jobs: _Jobs) -> int:
@@ -122,10 +122,10 @@ def _job_lines(job: ObservedJob, width: int, room: int) -> list[RenderableType]:
     from holdfast.report.formatting import timer
 
     state = job.live.full(job.now_s())
-    known = facts(state, job.waits_for)
+    entries = facts(state, job.waits_for)
     title = f"{job.running.script}  job {job.running.pid}  {timer(state['now_s'])}"
-    lines = [Text(title, style="bold"), Text(known[0][1], style=_STYLES.get(state["state"]["level"], ""))]
-    lines += [Text(f"{name:<12}{text}") for name, text in known[1:]]
+    lines = [Text(title, style="bold"), Text(entries[0][1], style=_STYLES.get(state["state"]["level"], ""))]
+    lines += [Text(f"{name:<12}{text}") for name, text in entries[1:]]
     events = [Text(line, style="dim") for line in event_lines(state, _EVENTS)]
     rows = _worker_lines(job, state, max(0, room - len(lines) - len(events) - 1))
     lines = [*lines, *rows, *events, Text("")]

@@ -59,24 +59,24 @@ def verify(
 
     report = load_job(directory)
     run = CertifiedSteps(load_events(directory), str(directory))
-    found = run.check()
-    told: dict[str, Any] = {"records": [dataclasses.asdict(finding) for finding in found], "replay": None}
+    findings = run.check()
+    result: dict[str, Any] = {"records": [dataclasses.asdict(finding) for finding in findings], "replay": None}
     if not as_json:
-        _show_records(run, found)
-    wrong = bool(found)
-    if not found:
+        _show_records(run, findings)
+    wrong = bool(findings)
+    if not findings:
         workers = run.check_workers()
-        told["workers"] = [dataclasses.asdict(finding) for finding in workers]
+        result["workers"] = [dataclasses.asdict(finding) for finding in workers]
         wrong = bool(workers)
         if not as_json:
             _show_findings(workers)
         if not records_only:
-            told["replay"] = replay = _replay(run, report, script, start, stop, trusted=trust)
+            result["replay"] = replay = _replay(run, report, script, start, stop, trusted=trust)
             wrong |= replay["parting"] is not None
             if not as_json:
                 _show_replay(replay)
     if as_json:
-        print_json(told | {"verified": not wrong})
+        print_json(result | {"verified": not wrong})
     return _WRONG if wrong else 0
 
 
@@ -98,9 +98,9 @@ def _replay(
     last = run.last if stop is None else stop
     if not run.first <= first <= last <= run.last:
         options = {"--from": wanted, "--to": stop}
-        given = " ".join(f"{option} {step}" for option, step in options.items() if step is not None)
+        bounds = " ".join(f"{option} {step}" for option, step in options.items() if step is not None)
         raise ConfigError(
-            f"--from and --to must be within the steps of {run.name}, {run.first} to {run.last}, in this order, got {given}"
+            f"--from and --to must be within the steps of {run.name}, {run.first} to {run.last}, in this order, got {bounds}"
         )
     if why := why_not(report, first, last):
         raise ConfigError(f"{run.name} cannot be replayed: {why}")
@@ -133,20 +133,20 @@ def _replay(
 # -- output
 
 
-def _show_records(run: CertifiedSteps, found: Sequence[CertificateFinding]) -> None:
-    _show_findings(found)
-    if not found:
+def _show_records(run: CertifiedSteps, findings: Sequence[CertificateFinding]) -> None:
+    _show_findings(findings)
+    if not findings:
         anew = "; the chain begins there, because the state that it resumed from had none" if run.begins_anew else ""
         say(f"{run.name}: the hash chain of steps {run.first} to {run.last} is valid{anew}")
     for finding in run.twice()[:1]:
         say(f"{finding.what}; the last record counts")
 
 
-def _show_findings(found: Sequence[CertificateFinding]) -> None:
-    for finding in found[:_MOST]:
+def _show_findings(findings: Sequence[CertificateFinding]) -> None:
+    for finding in findings[:_MOST]:
         say(finding.what, "bold red")
-    if len(found) > _MOST:
-        say(f"and {count(len(found) - _MOST, 'other finding')}")
+    if len(findings) > _MOST:
+        say(f"and {count(len(findings) - _MOST, 'other finding')}")
 
 
 def _show_replay(replay: dict[str, Any]) -> None:

@@ -342,12 +342,12 @@ class SingleRankCommunicator(Communicator, Protocol):
             raise InternalError(f"{self._owned} was called from another thread than the one that owns it")
 
 
-def broadcast_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:
+def broadcast_bytes(comm: Communicator, payload: bytes, root: int) -> bytes:
     """Return on every process the bytes of the process that runs ``root``; a collective."""
     is_root = root in comm.local_ranks
-    (length,) = comm.maximum([len(mine) if is_root else 0])
+    (length,) = comm.maximum([len(payload) if is_root else 0])
     if not length:
         return b""
-    data = torch.frombuffer(bytearray(mine if is_root else length), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(payload if is_root else length), dtype=torch.uint8)
     comm.broadcast(data, root)
     return data.numpy().tobytes()

@@ -38,10 +38,10 @@ class BusyCores:
         if not self._cores or time.monotonic() > self._until_s:
             return
         allowed = os.sched_getaffinity(0)
-        others = allowed - self._cores
-        if others != allowed and self._processes <= _PER_CORE * len(others):
+        other_cores = allowed - self._cores
+        if other_cores != allowed and self._processes <= _PER_CORE * len(other_cores):
             with contextlib.suppress(OSError):  # the administrator has changed what is allowed
-                os.sched_setaffinity(0, others)
+                os.sched_setaffinity(0, other_cores)
                 self._before = allowed
 
     def __exit__(self, *_: object) -> None:

@@ -120,9 +120,9 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         if 0 < out.nbytes <= _SMALL_BYTES:
-            mine = as_bytes(part).numpy().tobytes()
-            words = np.frombuffer(mine + bytes(-len(mine) % 8), dtype=np.int64).tolist()
-            rows = np.array(self._gather_integers(words)).view(np.uint8)[:, : len(mine)]
+            payload = as_bytes(part).numpy().tobytes()
+            words = np.frombuffer(payload + bytes(-len(payload) % 8), dtype=np.int64).tolist()
+            rows = np.array(self._gather_integers(words)).view(np.uint8)[:, : len(payload)]
             as_bytes(out).copy_(torch.from_numpy(rows.reshape(-1)))
         elif part.numel():
             self._run(lambda group: gather_flat(group, as_bytes(out), as_bytes(part)))
@@ -133,8 +133,8 @@ class C10dCommunicator(SingleRankCommunicator):
         """Exchange CPU tensors with some processes; see :meth:`Communicator.sendrecv`."""
         me = self._index(self._me)
         own = ([data for place, data in side if place == me] for side in (receive, send))
-        for taken, given in zip(*own, strict=True):
-            taken.copy_(given)  # Gloo cannot send to its own rank
+        for target, source in zip(*own, strict=True):
+            target.copy_(source)  # Gloo cannot send to its own rank
         takes, gives = (
             [(as_bytes(data), place) for place, data in side if place != me and data.numel()]
             for side in (receive, send)
@@ -199,18 +199,18 @@ class C10dCommunicator(SingleRankCommunicator):
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Gather the progress of all members; see :meth:`Communicator.share_progress`."""
-        mine = [progress.completed, progress.computed, progress.flags, progress.heard]
+        values = [progress.completed, progress.computed, progress.flags, progress.heard]
         return {
-            rank: Progress(completed, bool(computed), Note(flags), heard)
-            for rank, (completed, computed, flags, heard) in zip(
-                self.members, self._gather_integers([int(number) for number in mine]), strict=True
+            rank: Progress(completed, bool(computed), Note(flags), digest)
+            for rank, (completed, computed, flags, digest) in zip(
+                self.members, self._gather_integers([int(number) for number in values]), strict=True
             )
         }
 
-    def _gather_integers(self, mine: Sequence[int]) -> list[list[int]]:
+    def _gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return the integers of every member: a maximum with a slot for each."""
-        slots = np.full((len(self.members), len(mine)), np.iinfo(np.int64).min)
-        slots[self._index(self._me)] = mine
+        slots = np.full((len(self.members), len(values)), np.iinfo(np.int64).min)
+        slots[self._index(self._me)] = values
         rows: list[list[int]] = np.array(self.maximum(slots.reshape(-1).tolist())).reshape(slots.shape).tolist()
         return rows
 
@@ -233,8 +233,8 @@ class C10dCommunicator(SingleRankCommunicator):
             self._waits_since_s = now_s
         self._looked_s = now_s
         if now_s - self._waits_since_s > _PATIENCE_ALONE_S:
-            said = f"not every member arrived within {_PATIENCE_ALONE_S:g} s, and the membership store is lost"
-            raise PeerFailed(said)
+            message = f"not every member arrived within {_PATIENCE_ALONE_S:g} s, and the membership store is lost"
+            raise PeerFailed(message)
 
     # -- membership
 
@@ -256,22 +256,22 @@ class C10dCommunicator(SingleRankCommunicator):
     def _storeless(self) -> StorelessAgreement:
         """Return this generation's storeless agreement; the first call tells the other members of the loss."""
         if self._storeless_agreement is None:
-            others = [rank for rank in self.members if rank != self._me]
+            peers = [rank for rank in self.members if rank != self._me]
             self._storeless_agreement = StorelessAgreement(
-                others, self._post_storeless, self._sendrecv_storeless, self._roster.heard
+                peers, self._post_storeless, self._sendrecv_storeless, self._roster.heard
             )
         return self._storeless_agreement
 
     def _post_storeless(self, rank: int, data: torch.Tensor) -> None:
         self._guarded(lambda: self._connected_links().post(rank, _packed(data), _STORELESS_TAG))
 
-    def _sendrecv_storeless(self, given: Messages, taken: Messages) -> None:
+    def _sendrecv_storeless(self, outbox: Messages, inbox: Messages) -> None:
         def exchange() -> None:
             links = self._connected_links()
-            send, sources = [(rank, _packed(data)) for rank, data in given], [rank for rank, _ in taken]
-            heard = links.exchange(send, sources, _STORELESS_TAG, self.check_failures)
-            for (_, data), said in zip(taken, heard, strict=True):
-                as_bytes(data).copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+            send, sources = [(rank, _packed(data)) for rank, data in outbox], [rank for rank, _ in inbox]
+            replies = links.exchange(send, sources, _STORELESS_TAG, self.check_failures)
+            for (_, data), reply in zip(inbox, replies, strict=True):
+                as_bytes(data).copy_(torch.frombuffer(bytearray(reply), dtype=torch.uint8))
 
         self._guarded(exchange)
 

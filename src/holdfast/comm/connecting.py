@@ -41,8 +41,8 @@ def connect(
     """
     name = chosen(fabric)
     endpoint = _endpoint(workers, ranks, rank, store, token, end_notes, run_dir)
-    if not fabric and name == "virtual" and (said := others_started(os.environ)):
-        raise ConfigError(said)
+    if not fabric and name == "virtual" and (reason := others_started(os.environ)):
+        raise ConfigError(reason)
     return make_fabric(name).connect(endpoint)
 
 

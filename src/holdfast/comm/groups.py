@@ -183,8 +183,8 @@ class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch h
 
         The time limit of the process group is for connecting: a member that is late is no failure.
         """
-        found = self._store.wait(lambda: self._given_up or self.check(keys) or None, self._timeout_s)
-        if found is None or self._given_up:
+        outcome = self._store.wait(lambda: self._given_up or self.check(keys) or None, self._timeout_s)
+        if outcome is None or self._given_up:
             raise PeerFailed(f"not every member published its address within {self._timeout_s:g} s")
 
     def check(self, keys: list[str]) -> bool:

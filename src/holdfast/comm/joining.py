@@ -166,12 +166,12 @@ class JoinedGroup:
 
     def _check_alike(self) -> None:
         """Raise ``ConfigError`` if rank 0 was told to do something else when a process dies."""
-        rank, mine, key = self.group.rank, self._on_death, "on-death"
+        rank, own_action, key = self.group.rank, self._on_death, "on-death"
         if rank == 0:
-            self._rendezvous.set(self._key(key), mine)
-        elif (theirs := self._read(key).decode()) != mine:
+            self._rendezvous.set(self._key(key), own_action)
+        elif (lead_action := self._read(key).decode()) != own_action:
             raise ConfigError(
-                f"when a process dies, rank 0 would {theirs}, but rank {rank} would {mine}: set {ON_DEATH} to the same in all"
+                f"when a process dies, rank 0 would {lead_action}, but rank {rank} would {own_action}: set {ON_DEATH} to the same in all"
             )
 
     def _prepare_host(self) -> None:
@@ -181,13 +181,13 @@ class JoinedGroup:
         """In the host of the membership store: open it, and publish where it is."""
         if self.group.rank:
             return None
-        host, told = self._own_address(), self._token_to_tell()
-        token = self._token_of(told)
+        host, shared_token = self._own_address(), self._token_to_tell()
+        token = self._token_of(shared_token)
         self._hub = hub = Hub(token, host, lease_s=LEASE_S, ends_with_connection=True)
         os.register_at_fork(after_in_child=hub.forget)
         has_begun = self.group.has_store and _has_begun(self.group, self._rendezvous)
         published = HubAddress(hub.address, token, has_begun)
-        self._rendezvous.set(self._key("hub"), json.dumps([hub.address, told, has_begun]))
+        self._rendezvous.set(self._key("hub"), json.dumps([hub.address, shared_token, has_begun]))
         return published
 
     def _own_address(self) -> str:
@@ -276,8 +276,8 @@ class JoinedGroup:
 
     def _find(self) -> HubAddress:
         """Return where the membership store is."""
-        address, told, has_begun = json.loads(self._read("hub"))
-        return HubAddress(address, self._token_of(told), has_begun)
+        address, shared_token, has_begun = json.loads(self._read("hub"))
+        return HubAddress(address, self._token_of(shared_token), has_begun)
 
     @staticmethod
     def _token_to_tell() -> str:
@@ -285,14 +285,14 @@ class JoinedGroup:
         return "" if os.environ.get(_GIVEN) else secrets.token_hex(16)
 
     @staticmethod
-    def _token_of(told: str) -> str:
+    def _token_of(shared_token: str) -> str:
         """Return the token that rank 0 uses; raise ``ConfigError`` if one of them has one in its environment alone."""
         own = os.environ.get(_GIVEN, "")
-        if told and own:
+        if shared_token and own:
             raise ConfigError(
                 f"this process has {_GIVEN} in its environment, and rank 0 has not: set it to the same in all, or in none"
             )
-        if token := told or own:
+        if token := shared_token or own:
             return token
         raise ConfigError(
             f"rank 0 has {_GIVEN} in its environment, and this process has not: set it to the same in all"
@@ -342,9 +342,9 @@ class JoinedGroup:
             )
         self.ranks = begins
         if len(begins) < group.size and group.rank == begins[0]:
-            others = sorted(set(range(group.size)).difference(begins))
+            absentees = sorted(set(range(group.size)).difference(begins))
             then = f"training begins with {named(begins)} (HOLDFAST_MIN_WORKERS={self._wait.limit.least})"
-            say(f"{named(others)} did not join in time; {then}")
+            say(f"{named(absentees)} did not join in time; {then}")
 
     # -- fail-stop
 
@@ -392,8 +392,8 @@ class JoinedGroup:
             self._hub = None
 
     def _have_ended(self) -> bool | None:
-        others = range(1, self.group.size)
-        return all(self._store.get(f"alive/{rank}") is None for rank in others) or None
+        peers = range(1, self.group.size)
+        return all(self._store.get(f"alive/{rank}") is None for rank in peers) or None
 
 
 class SoleProcess:

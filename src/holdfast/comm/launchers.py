@@ -175,11 +175,11 @@ def leaves_survivors(env: Mapping[str, str], counted: str) -> bool:
     Raises:
         ConfigError: if ``HOLDFAST_ON_DEATH`` has another value.
     """
-    said = env.get(ON_DEATH, "")
-    if said not in ("", *_ON_DEATH):
-        raise ConfigError(f"{ON_DEATH} must be {' or '.join(_ON_DEATH)}, got {said!r}")
-    if said:
-        return said == _ON_DEATH[0]
+    setting = env.get(ON_DEATH, "")
+    if setting not in ("", *_ON_DEATH):
+        raise ConfigError(f"{ON_DEATH} must be {' or '.join(_ON_DEATH)}, got {setting!r}")
+    if setting:
+        return setting == _ON_DEATH[0]
     if counted == "SLURM_STEP_NUM_TASKS":
         return env.get("SLURM_KILL_BAD_EXIT", "0") == "0"
     return counted == "WORLD_SIZE" and not any(name in env for name in _ENDS_ALL)
@@ -223,10 +223,10 @@ def others_started(env: Mapping[str, str]) -> str:
 
 def _several(env: Mapping[str, str]) -> str:
     """Return the variable that says that there are several processes, or ""."""
-    found = [name for name in _SIZES if _size(env, name) > 1]
-    if "OMPI_COMM_WORLD_SIZE" in found and "TORCHELASTIC_RUN_ID" not in env:
+    variables = [name for name in _SIZES if _size(env, name) > 1]
+    if "OMPI_COMM_WORLD_SIZE" in variables and "TORCHELASTIC_RUN_ID" not in env:
         return "OMPI_COMM_WORLD_SIZE"  # the backend for torch.distributed adds torch's variables
-    return next(iter(found), "")
+    return next(iter(variables), "")
 
 
 def _size(env: Mapping[str, str], name: str) -> int:
@@ -251,8 +251,8 @@ def _instead(env: Mapping[str, str], saw: str, size: int) -> str:
     """Return the command that starts the same number of workers."""
     if saw == "SLURM_STEP_NUM_TASKS":
         return "`holdfast run --hosts slurm SCRIPT` in the allocation, without srun"
-    here = number(env, "LOCAL_WORLD_SIZE") or 0 if saw == "WORLD_SIZE" else 0
-    nodes = size if saw == "PET_NNODES" else size // here if here else 1
+    local_size = number(env, "LOCAL_WORLD_SIZE") or 0 if saw == "WORLD_SIZE" else 0
+    nodes = size if saw == "PET_NNODES" else size // local_size if local_size else 1
     if nodes > 1:
-        return f"`holdfast run --nnodes {nodes} -n {here or 'N'} ... SCRIPT` on each machine (docs/how-to/several-nodes.md)"
+        return f"`holdfast run --nnodes {nodes} -n {local_size or 'N'} ... SCRIPT` on each machine (docs/how-to/several-nodes.md)"
     return f"`holdfast run -n {size or 'N'} SCRIPT`"

@@ -379,8 +379,8 @@ def _interface_address() -> str:
     if not names:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        asked = struct.pack("256s", names[0].encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])
+        request = struct.pack("256s", names[0].encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
     return ""
 
 

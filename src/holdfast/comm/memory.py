@@ -54,11 +54,11 @@ class OpenSegments:
         """Return the memory of an open file, and map it first if necessary."""
         status = os.fstat(fd)
         number = (status.st_dev, status.st_ino)
-        known = self._known.get(number)
-        if known is None or known.numel() != size_bytes:
-            known = _map(fd, size_bytes, writable=False)
-        self._known[number] = self._asked[number] = known
-        return known
+        segment = self._known.get(number)
+        if segment is None or segment.numel() != size_bytes:
+            segment = _map(fd, size_bytes, writable=False)
+        self._known[number] = self._asked[number] = segment
+        return segment
 
     def forget_others(self) -> None:
         """Forget every segment that was not requested since the last call."""
@@ -80,13 +80,13 @@ def open_segment(
     Raises:
         OSError: if it cannot be opened, for instance because that process has died, or belongs to another user.
     """
-    mine = os.open(f"/proc/{pid}/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    own_fd = os.open(f"/proc/{pid}/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
-        if os.fstat(mine).st_size != size_bytes:
+        if os.fstat(own_fd).st_size != size_bytes:
             raise OSError(f"the shared memory segment of process {pid} does not have the expected {size_bytes} bytes")
-        return _map(mine, size_bytes, writable=writable) if opened is None else opened.get(mine, size_bytes)
+        return _map(own_fd, size_bytes, writable=writable) if opened is None else opened.get(own_fd, size_bytes)
     finally:
-        os.close(mine)
+        os.close(own_fd)
 
 
 def _map(fd: int, size_bytes: int, *, writable: bool) -> torch.Tensor:

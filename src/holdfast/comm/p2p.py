@@ -127,10 +127,10 @@ class Mailbox:
             raise InternalError(f"worker {rank} is not a member, expected one of {self._comm.members}")
 
     def _local_rank(self, me: int | None) -> int:
-        here = self._comm.local_ranks
-        if me is None and len(here) > 1:
-            raise InternalError(f"this process runs the workers {here}: pass the sender or receiver as `me`")
-        return here[0] if me is None else me
+        local_ranks = self._comm.local_ranks
+        if me is None and len(local_ranks) > 1:
+            raise InternalError(f"this process runs the workers {local_ranks}: pass the sender or receiver as `me`")
+        return local_ranks[0] if me is None else me
 
     def _take_kept(self, source: int, me: int) -> torch.Tensor:
         kept = self._kept[source, me]
@@ -175,17 +175,17 @@ class Mailbox:
     def _introduce(self) -> None:
         """Open the tables of workers that share memory with this one, and learn which of them have opened its own."""
         comm, count = self._comm, len(self._comm.processes)
-        told = torch.empty(count, 3, dtype=torch.int64)
-        comm.allgather(torch.tensor([host_id(), os.getpid(), self._make_table()]), told)
-        for (rank, *_), (host, pid, table) in zip(comm.processes, told.tolist(), strict=True):
+        rows = torch.empty(count, 3, dtype=torch.int64)
+        comm.allgather(torch.tensor([host_id(), os.getpid(), self._make_table()]), rows)
+        for (rank, *_), (host, pid, table) in zip(comm.processes, rows.tolist(), strict=True):
             if rank not in comm.local_ranks and host == host_id() and table != _NO_TABLE:
                 with contextlib.suppress(OSError):  # the second all-gather tells the owner
                     self._inboxes[rank] = ShmInbox(comm.local_ranks[0], pid, table, self._opened)
         reads = torch.tensor([rank in self._inboxes for rank, *_ in comm.processes])
         gathered = torch.empty(count, count, dtype=torch.bool)
         comm.allgather(reads, gathered)
-        mine = gathered[:, comm.processes.index(comm.local_ranks)].tolist()
-        self._readers = frozenset(rank for (rank, *_), does in zip(comm.processes, mine, strict=True) if does)
+        own_column = gathered[:, comm.processes.index(comm.local_ranks)].tolist()
+        self._readers = frozenset(rank for (rank, *_), does in zip(comm.processes, own_column, strict=True) if does)
 
     def _make_table(self) -> int:
         if self._shared_bytes and ORDERED_STORES:

@@ -41,11 +41,11 @@ def report_ended(place: int) -> bool:
     try:
         pmix = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # the one that MPI uses, or none
         space = os.environ["PMIX_NAMESPACE"].encode()
-        here = _Proc(space, int(os.environ["PMIX_RANK"]))
+        own_process = _Proc(space, int(os.environ["PMIX_RANK"]))
         info = _affected(pmix, _Proc(space, place))
         code: int = pmix.PMIx_Notify_event(
             _ENDED,
-            ctypes.byref(here),
+            ctypes.byref(own_process),
             ctypes.c_uint8(_HERE_ONLY),
             ctypes.c_void_p(info.array),
             ctypes.c_size_t(info.size),

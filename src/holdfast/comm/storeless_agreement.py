@@ -24,46 +24,46 @@ class StorelessAgreement:
     """One member's part in the agreements of a generation that has lost its store.
 
     Args:
-        others: All other members.
+        peers: All other members.
         post: Starts to send a message to one member.
         sendrecv: Sends each of them a message, or none, and receives the next one from each; blocks until both are done.
-        heard: The last outcome that came from the store; it must deliver none from now on.
+        outcome: The last outcome that came from the store; it must deliver none from now on.
     """
 
     def __init__(
         self,
-        others: Sequence[int],
+        peers: Sequence[int],
         post: Callable[[int, torch.Tensor], None],
         sendrecv: Callable[[Messages, Messages], None],
-        heard: Agreement,
+        outcome: Agreement,
     ) -> None:
-        self._others = others
+        self._peers = peers
         self._sendrecv = sendrecv
-        self._known = heard
+        self._outcome = outcome
         self._has_asked = False
-        for rank in others:
-            post(rank, _message(heard))
+        for rank in peers:
+            post(rank, _message(outcome))
 
     def agree(self, act: int, flag: bool) -> bool:
         """Return the outcome of an agreement that the store did not deliver; ``PeerFailed`` if a member is silent."""
         if not self._has_asked:
-            self._known = max([self._known, *self._listen([])])
+            self._outcome = max([self._outcome, *self._listen([])])
             self._has_asked = True
-        if self._known.act < act:
-            mine = Agreement(act, flag)
+        if self._outcome.act < act:
+            own_vote = Agreement(act, flag)
             # Sent before this returns: a member may exit once it has the outcome, and all others need its flag.
-            flags = [mine, *self._listen([(rank, _message(mine)) for rank in self._others])]
-            self._known = Agreement(max(said.act for said in flags), all(said.value for said in flags))
-        if self._known.act != act:
-            raise InternalError(f"agreement {act}: a member reports the outcome of agreement {self._known.act}")
-        return self._known.value
+            flags = [own_vote, *self._listen([(rank, _message(own_vote)) for rank in self._peers])]
+            self._outcome = Agreement(max(vote.act for vote in flags), all(vote.value for vote in flags))
+        if self._outcome.act != act:
+            raise InternalError(f"agreement {act}: a member reports the outcome of agreement {self._outcome.act}")
+        return self._outcome.value
 
-    def _listen(self, given: Messages) -> list[Agreement]:
+    def _listen(self, outbox: Messages) -> list[Agreement]:
         """Return the next message from each of the other members."""
-        taken = [(rank, _message(Agreement())) for rank in self._others]
-        self._sendrecv(given, taken)
-        return [Agreement(int(data[0]), bool(data[1])) for _, data in taken]
+        inbox = [(rank, _message(Agreement())) for rank in self._peers]
+        self._sendrecv(outbox, inbox)
+        return [Agreement(int(data[0]), bool(data[1])) for _, data in inbox]
 
 
-def _message(said: Agreement) -> torch.Tensor:
-    return torch.tensor([said.act, said.value], dtype=torch.int64)
+def _message(agreement: Agreement) -> torch.Tensor:
+    return torch.tensor([agreement.act, agreement.value], dtype=torch.int64)

@@ -73,8 +73,8 @@ class Subgroup:
     def _exchange(self, gives: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         me = self.processes.index(self.local_ranks)
         out[me].copy_(gives[me])
-        others = [i for i in range(len(out)) if i != me]
-        self.sendrecv([(i, gives[i]) for i in others], [(i, out[i]) for i in others])
+        peers = [i for i in range(len(out)) if i != me]
+        self.sendrecv([(i, gives[i]) for i in peers], [(i, out[i]) for i in peers])
 
     def sendrecv(self, send: Placed, receive: Placed) -> None:
         """Exchange tensors with some processes; see :meth:`Exchange.sendrecv`."""
@@ -86,10 +86,10 @@ class Subgroup:
         """Return the maximum of each integer, by log2(n) rounds of messages; see :meth:`Exchange.maximum`."""
         count, place = len(self.processes), self.processes.index(self.local_ranks)
         largest = torch.from_numpy(np.array(values, dtype=np.int64))
-        heard = torch.empty_like(largest)
+        peer_values = torch.empty_like(largest)
         for to, source in dissemination_rounds(place, count):
-            self.sendrecv([(to, largest)], [(source, heard)])
-            torch.maximum(largest, heard, out=largest)
+            self.sendrecv([(to, largest)], [(source, peer_values)])
+            torch.maximum(largest, peer_values, out=largest)
         if count == 1:
             self.sendrecv([], [])  # there is no peer to wait for, but this raises if a worker has failed
         return largest.tolist()

@@ -112,14 +112,14 @@ class SurvivingGroup(JoinedGroup):
         """In rank 0: return the address of each rank's hub, "" if it hosts none, up to the last that does."""
         place = self._rendezvous
         assert self._hub is not None
-        found = {0: self._hub.address}
+        addresses = {0: self._hub.address}
         for rank in self.ranks[1:]:
-            if len(found) < _HUBS and place.check([key := self._key(f"hub/{rank}")]):
+            if len(addresses) < _HUBS and place.check([key := self._key(f"hub/{rank}")]):
                 address = place.get(key).decode()
                 if _answers(address):
-                    found[rank] = address
-        hosts = sorted(found)[: num_hubs(len(found))]
-        return [found[rank] if rank in hosts else "" for rank in range(hosts[-1] + 1)]
+                    addresses[rank] = address
+        hosts = sorted(addresses)[: num_hubs(len(addresses))]
+        return [addresses[rank] if rank in hosts else "" for rank in range(hosts[-1] + 1)]
 
     def _places(self) -> list[str]:
         places: list[str] = json.loads(self._read("hubs"))

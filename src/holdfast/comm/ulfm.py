@@ -82,16 +82,16 @@ def _session_in_run_folder() -> Iterator[None]:
 
     It has one of its own only if mpirun, whose directory it would use, has just been killed.
     """
-    run_dir, given = os.environ.get("HOLDFAST_RUN_DIR"), os.environ.get("TMPDIR")
+    run_dir, tmpdir = os.environ.get("HOLDFAST_RUN_DIR"), os.environ.get("TMPDIR")
     if run_dir:
         os.environ["TMPDIR"] = run_dir
     try:
         yield
     finally:
-        if run_dir and given is None:
+        if run_dir and tmpdir is None:
             del os.environ["TMPDIR"]
-        elif run_dir and given is not None:
-            os.environ["TMPDIR"] = given
+        elif run_dir and tmpdir is not None:
+            os.environ["TMPDIR"] = tmpdir
 
 
 class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
@@ -130,8 +130,8 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         self._be(world[self._comm.rank])
         self._end_notes = end_notes
         self._claims = claims
-        others = [rank for rank in world if rank != self._me]
-        self._peers = [] if end_notes is None else end_notes.on_this_host(others)  # MPI was not told of their end
+        peers = [rank for rank in world if rank != self._me]
+        self._peers = [] if end_notes is None else end_notes.on_this_host(peers)  # MPI was not told of their end
         self._busy_cores = BusyCores()
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._abandoned: list[Message] = []  # MPI may still use their memory
@@ -172,9 +172,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
-        mine = np.array(values, dtype=np.int64)
-        result = np.empty_like(mine)
-        self._collective(self._comm.Allreduce, mine, result, self._mpi.MAX)
+        own_values = np.array(values, dtype=np.int64)
+        result = np.empty_like(own_values)
+        self._collective(self._comm.Allreduce, own_values, result, self._mpi.MAX)
         return [int(value) for value in result]
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
@@ -184,20 +184,20 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         zeros = np.zeros(min(BROADCAST_BYTES, whole.size), dtype=np.uint8)
         for start in range(0, whole.size, BROADCAST_BYTES):
             piece = slice(start, min(start + BROADCAST_BYTES, whole.size))
-            mine = whole[piece] if root == self._me else zeros[: piece.stop - start]
-            self._collective(self._comm.Allreduce, mine, result[piece], self._mpi.BOR)
+            own_piece = whole[piece] if root == self._me else zeros[: piece.stop - start]
+            self._collective(self._comm.Allreduce, own_piece, result[piece], self._mpi.BOR)
         whole[:] = result
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """All-reduce a table with one row per initial worker; see :meth:`Communicator.share_progress`."""
-        mine = np.zeros((len(self._world), 5), dtype=np.int64)
-        mine[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags, progress.heard)
-        result = np.empty_like(mine)
+        table = np.zeros((len(self._world), 5), dtype=np.int64)
+        table[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags, progress.heard)
+        result = np.empty_like(table)
         with self._busy_cores:
-            self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
+            self._collective(self._comm.Allreduce, table, result, self._mpi.SUM)
         return {
-            rank: Progress(int(completed), bool(computed), Note(int(flags)), int(heard))
-            for rank, (alive, completed, computed, flags, heard) in zip(self._world, result, strict=True)
+            rank: Progress(int(completed), bool(computed), Note(int(flags)), int(digest))
+            for rank, (alive, completed, computed, flags, digest) in zip(self._world, result, strict=True)
             if alive
         }
 
@@ -233,8 +233,8 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             return False
         self._peers = [rank for rank in self._peers if rank not in cores]
         self._busy_cores.note((core for core in cores.values() if core >= 0), len(self.members))
-        told = [report_ended(self._world.index(rank)) for rank in cores]
-        return any(told)
+        reports = [report_ended(self._world.index(rank)) for rank in cores]
+        return any(reports)
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; an agreement that reports a failure counts as False."""

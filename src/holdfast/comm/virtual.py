@@ -72,8 +72,8 @@ class VirtualCommunicator(FixedMembership):
     def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Copy, unless a worker has failed."""
         self._enter()
-        for (_, given), (_, taken) in zip(send, receive, strict=True):
-            taken.copy_(given)
+        for (_, source), (_, target) in zip(send, receive, strict=True):
+            target.copy_(source)
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Keep the message for this process, which runs all workers, unless a worker has failed."""

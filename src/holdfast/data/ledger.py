@@ -166,13 +166,13 @@ class PositionRanges:
 
     def add(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Add the numbers from ``start`` to before ``stop``; return the ranges of those that were there already."""
-        before = [given for given in self._ranges if given[1] < start]
-        after = [given for given in self._ranges if given[0] > stop]
+        before = [span for span in self._ranges if span[1] < start]
+        after = [span for span in self._ranges if span[0] > stop]
         touched = self._ranges[len(before) : len(self._ranges) - len(after)]
-        known = [(max(start, low), min(stop, high)) for low, high in touched]
-        low, high = min([start, *(given[0] for given in touched)]), max([stop, *(given[1] for given in touched)])
+        overlaps = [(max(start, low), min(stop, high)) for low, high in touched]
+        low, high = min([start, *(span[0] for span in touched)]), max([stop, *(span[1] for span in touched)])
         self._ranges = [*before, (low, high), *after]
-        return [(low, high) for low, high in known if low < high]
+        return [(low, high) for low, high in overlaps if low < high]
 
     def count(self, until: int | None = None) -> int:
         """Return how many numbers there are, or how many below ``until``."""
@@ -180,4 +180,4 @@ class PositionRanges:
 
     def as_list(self) -> list[int]:
         """Return start and end of each range, one after the other."""
-        return [number for given in self._ranges for number in given]
+        return [number for span in self._ranges for number in span]

@@ -110,7 +110,7 @@ class SliceLoader:
     def __init__(self, source: DataSource, ahead: Ahead, mine: Mine) -> None:
         self._source = source
         self._ahead = ahead
-        self._mine = mine
+        self._own_numbers = mine
         self._queue = _Queue()
         self._loader: Iterator[tuple[_Wanted, Any]] | None = None
         self._ready: list[tuple[_Wanted, Any]] = []
@@ -138,37 +138,37 @@ class SliceLoader:
     def _take(self, seed: int, batch: MiniBatch, wanted: _Wanted) -> Any:
         """Return the slice loaded ahead, or wait for it."""
         self._plan(seed, batch, wanted)
-        self._ready = [(known, inputs) for known, inputs in self._ready if known.step >= batch.step]
+        self._ready = [(key, inputs) for key, inputs in self._ready if key.step >= batch.step]
         while True:
-            for place, (known, inputs) in enumerate(self._ready):
-                if known.is_same(wanted):
+            for place, (key, inputs) in enumerate(self._ready):
+                if key.is_same(wanted):
                     del self._ready[place]
                     return inputs
-            if not any(asked.is_same(wanted) for asked in (*self._queue.outstanding, *self._queue.first)):
+            if not any(request.is_same(wanted) for request in (*self._queue.outstanding, *self._queue.first)):
                 self._queue.first.append(wanted)
-            known, inputs = self._next()
-            if known.step >= batch.step:  # otherwise it is no longer needed
-                self._ready.append((known, inputs))
+            key, inputs = self._next()
+            if key.step >= batch.step:  # otherwise it is no longer needed
+                self._ready.append((key, inputs))
 
     def _plan(self, seed: int, batch: MiniBatch, wanted: _Wanted) -> None:
         """Set the slices to load next, if they differ from the previous plan: at the start, and after a worker failed or joined.
 
         Slices may contain other samples than before if a mini-batch is cut anew: then their sizes differ.
         """
-        mine, sizes = tuple(self._mine(batch)), tuple(map(len, batch.slices))
+        numbers, sizes = tuple(self._own_numbers(batch)), tuple(map(len, batch.slices))
         step, *before = self._planned
-        self._planned = (batch.step, mine, sizes)
-        if before == [mine, sizes] and step in (batch.step, batch.step - 1):
+        self._planned = (batch.step, numbers, sizes)
+        if before == [numbers, sizes] and step in (batch.step, batch.step - 1):
             return
         self._queue.first.clear()
-        known = [*self._queue.outstanding, *(one for one, _ in self._ready)]
+        requests = [*self._queue.outstanding, *(one for one, _ in self._ready)]
         self._queue.then = (
             one
             for following in self._follow(batch)
-            for number in self._mine(following)
+            for number in self._own_numbers(following)
             if following.step > wanted.step or number >= wanted.number
             for one in [_Wanted(seed, following.step, number, following.slices[number])]
-            if not any(one.is_same(other) for other in known)
+            if not any(one.is_same(other) for other in requests)
         )
 
     def _follow(self, batch: MiniBatch) -> Iterator[MiniBatch]:
@@ -180,7 +180,7 @@ class SliceLoader:
         if self._loader is None:
             self._loader = self._start()
         try:
-            known, inputs = next(self._loader)
+            key, inputs = next(self._loader)
         except (RuntimeError, OSError, EOFError) as error:
             lost = wait([process.sentinel for process in self._processes], timeout=ENDS_S)
             if not lost or self._restarts == MOST_RESTARTS:
@@ -194,7 +194,7 @@ class SliceLoader:
             return _NOTHING, None
         self._restarts = 0
         self._queue.outstanding.popleft()
-        return known, inputs
+        return key, inputs
 
     def _start(self) -> Iterator[tuple[_Wanted, Any]]:
         source = self._source
@@ -217,9 +217,9 @@ def start_processes(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BasePr
     """Start the processes of a loader; return what they load, and the processes."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGCHLD)
-    others = multiprocessing.active_children()
+    other_processes = multiprocessing.active_children()
     loaded = iter(loader)
-    processes = [process for process in multiprocessing.active_children() if process not in others]
+    processes = [process for process in multiprocessing.active_children() if process not in other_processes]
     if is_main and before is not None:
         # Torch's handler raises anywhere in this process, even during an all-reduce; reading the data detects the loss anyway.
         signal.signal(signal.SIGCHLD, before)

@@ -221,8 +221,8 @@ class BatchCutter:
 
     def _seats(self, active: Sequence[int]) -> list[int]:
         """Return the rank in each seat of the initial workers, -1 for an empty seat."""
-        others = iter([rank for rank in active if rank not in self._plan.members])
-        return [rank if rank in active else next(others, -1) for rank in self._plan.members]
+        substitutes = iter([rank for rank in active if rank not in self._plan.members])
+        return [rank if rank in active else next(substitutes, -1) for rank in self._plan.members]
 
     def _order_of(self, epoch: int) -> Ids:
         if epoch != self._epoch:

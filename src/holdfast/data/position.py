@@ -24,7 +24,7 @@ class DataPosition:
     _ledger: Ledger | StreamLedger
 
     def __init__(self, plan: SamplePlan, changes: Mapping[str, Any], source: DataSource | None = None) -> None:
-        self._given, self._source = plan, source
+        self._base_plan, self._source = plan, source
         self.samples = -1
         """A digest of some samples of the dataset, -1 if it is not known; see :meth:`read_samples`."""
         self.stream: Stream | None = plan.stream if isinstance(plan.stream, Stream) else None
@@ -42,13 +42,15 @@ class DataPosition:
         values = dict(changes)
         if "speeds" in values:
             values["speeds"] = {int(rank): speed for rank, speed in values["speeds"].items()}
-        self.plan = dataclasses.replace(self._given, **values, given_batch_size=self._given.batch_size)
+        self.plan = dataclasses.replace(self._base_plan, **values, given_batch_size=self._base_plan.batch_size)
         self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
 
     def align(self, *, in_tree: bool) -> None:
         """Assign slices as fits the order in which gradients are added."""
         if in_tree != self.plan.in_tree:
-            self._given, self.plan = (dataclasses.replace(plan, in_tree=in_tree) for plan in (self._given, self.plan))
+            self._base_plan, self.plan = (
+                dataclasses.replace(plan, in_tree=in_tree) for plan in (self._base_plan, self.plan)
+            )
             self._batches, self._ahead = BatchCutter(self.plan), BatchCutter(self.plan)
 
     def _begin_again(self) -> None:
@@ -118,7 +120,7 @@ class DataPosition:
     def info(self) -> dict[str, Any]:
         """Return the metadata for a checkpoint."""
         return {
-            **{name: getattr(self._given, name) for name in _MUST_NOT_CHANGE},
+            **{name: getattr(self._base_plan, name) for name in _MUST_NOT_CHANGE},
             "epoch": self._cursor.epoch,
             "offset": self._cursor.offset,
             **self._place(),
@@ -152,7 +154,7 @@ class DataPosition:
     def read_samples(self) -> None:
         """Find :attr:`samples`, unless it is known; see :mod:`.sample_digest`."""
         if self.samples < 0 and self._source is not None:
-            self.samples = sample_digest(self._source, self._given.num_samples)
+            self.samples = sample_digest(self._source, self._base_plan.num_samples)
 
     def digest_differs(self, then: int) -> bool:
         """Return whether the sampler gives another order than the one that had the digest ``then``; 0: at the end of a plan."""
@@ -183,7 +185,7 @@ class DataPosition:
         """
         if not keep_slices:
             self.plan = dataclasses.replace(self.plan, slices=info["slices"])
-            self._given = dataclasses.replace(self._given, slices=info["slices"])
+            self._base_plan = dataclasses.replace(self._base_plan, slices=info["slices"])
         if (info["num_samples"] < 0) != (self.stream is not None):
             kinds = "a dataset with a length", "a stream"
             then, now = kinds if self.stream is not None else reversed(kinds)
@@ -191,9 +193,9 @@ class DataPosition:
                 f"the checkpoint was made with {then} and this run has {now}: start in an empty directory"
             )
         for name in _MUST_NOT_CHANGE:
-            if info[name] != getattr(self._given, name):
+            if info[name] != getattr(self._base_plan, name):
                 raise ConfigError(
-                    f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._given, name)}: "
+                    f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._base_plan, name)}: "
                     "the run would not be the same; give the old value, or start again in an empty directory"
                 )
         self._begin_again()

@@ -30,10 +30,10 @@ def sample_digest(source: DataSource, num_samples: int) -> int:
     digest = xxhash.xxh3_64()
     spaced = np.linspace(0, num_samples - 1, min(num_samples, _MOST)).astype(np.int64)
     try:
-        known = _add_samples(digest, source.dataset, spaced.tolist())
+        is_plain = _add_samples(digest, source.dataset, spaced.tolist())
     except (IndexError, KeyError, TypeError, ValueError, RuntimeError):  # raised again where the sample is trained on
         return -1
-    return digest.intdigest() >> 2 if known else -1
+    return digest.intdigest() >> 2 if is_plain else -1
 
 
 def _add_samples(digest: Any, data: Any, places: list[int]) -> bool:

@@ -43,7 +43,7 @@ class SamplerOrder:
         self._sampler = sampler
         self._seed = seed
         self._in_batches = in_batches
-        self._known: dict[int, Ids] = {}
+        self._orders: dict[int, Ids] = {}
         self._digest = (-1, 0)
 
     def __call__(self, epoch: int) -> Ids:
@@ -52,10 +52,10 @@ class SamplerOrder:
         Raises:
             ConfigError: if the sampler yields anything but indices of the dataset, or nothing; or batches of several sizes.
         """
-        if epoch not in self._known:
-            self._known = {known: self._known[known] for known in list(self._known)[-1:]}  # of one epoch, to load ahead
-            self._known[epoch] = self._draw(epoch)
-        return self._known[epoch]
+        if epoch not in self._orders:
+            self._orders = {last: self._orders[last] for last in list(self._orders)[-1:]}  # of one epoch, to load ahead
+            self._orders[epoch] = self._draw(epoch)
+        return self._orders[epoch]
 
     def digest(self, epoch: int) -> int:
         """Return a digest of the order of ``epoch``, from 0 to 2**62 - 1."""

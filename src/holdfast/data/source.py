@@ -79,8 +79,8 @@ def open_source(data: Any, options: DataOptions, *, seed: int) -> OpenedSource:
         ConfigError: if an argument is not allowed, or something of a ``DataLoader`` cannot be honoured.
     """
     if isinstance(data, DataLoader):
-        if given := options.given():
-            raise ConfigError(f"{given[0]} is set in the DataLoader: leave it out of session.steps")
+        if names := options.given():
+            raise ConfigError(f"{names[0]} is set in the DataLoader: leave it out of session.steps")
         return _open_loader(data, seed)
     return _open_dataset(data, options, seed)
 

@@ -358,14 +358,14 @@ class Stream:
 
     def _find(self, mark: StreamMark) -> _Chunk:
         """Begin to read with the chunk ``mark``, and return it: by the state of the dataset if possible, else from the beginning."""
-        found = self._load(mark) if mark.state is not None and mark.position else None
-        if found is None:
+        chunk = self._load(mark) if mark.state is not None and mark.position else None
+        if chunk is None:
             self._open(0, mark.head, skipped=mark.position)
-            found = self._search(mark)
-        if found is None and (passes := self._missing_passes()) >= 0:
+            chunk = self._search(mark)
+        if chunk is None and (passes := self._missing_passes()) >= 0:
             self._open(0, mark.head, skipped=mark.position, passes=passes)
-            found = self._search(mark)
-        if found is None:
+            chunk = self._search(mark)
+        if chunk is None:
             raise ConfigError(
                 f"the stream of epoch {self._epoch} is not the one that was read before: up to sample {mark.position} it"
                 " gives other samples; it must depend on nothing but its arguments, the epoch and random numbers"
@@ -373,7 +373,7 @@ class Stream:
         self._must_seek = False
         if mark.first:
             self._begin = dataclasses.replace(mark, position=0, state=None, digest=mark.first)
-        return found
+        return chunk
 
     def _load(self, mark: StreamMark) -> _Chunk | None:
         """Return the chunk ``mark``, read from the dataset's state before it; None if the state leads elsewhere."""

@@ -67,8 +67,8 @@ def _said(value: Any) -> Any:
 
 def _said_tensor(value: torch.Tensor) -> dict[str, Any]:
     data = value.detach().cpu().contiguous().reshape(-1)
-    told = data.view(torch.uint8).numpy().tobytes().hex() if data.numel() else ""
-    return {"tensor": told, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    digits = data.view(torch.uint8).numpy().tobytes().hex() if data.numel() else ""
+    return {"tensor": digits, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
 
 def _read(said: Any) -> Any:

@@ -93,37 +93,37 @@ class CommThread:
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._complete_futures, name=COMPLETES_FUTURES, daemon=True).start()
-        its = Settings.from_env()
-        usual_s = its.start_timeout_s if is_set(its, "start_timeout_s") else _START_WITHIN_S
-        limit_s = None if waits or its.run_dir or not usual_s else usual_s  # a launcher ends missing ranks
+        settings = Settings.from_env()
+        usual_s = settings.start_timeout_s if is_set(settings, "start_timeout_s") else _START_WITHIN_S
+        limit_s = None if waits or settings.run_dir or not usual_s else usual_s  # a launcher ends missing ranks
         with exits.stacks_and_exit_after(limit_s and limit_s + 1):
             self.call(self._connect, limit_s, "init_process_group has not connected all ranks")
 
     def _connect(self) -> None:
         publish_connecting()
-        its = Settings.from_env()
-        if its.between_hosts != FABRIC:
+        settings = Settings.from_env()
+        if settings.between_hosts != FABRIC:
             raise ConfigError(
-                f"between_hosts {its.between_hosts} is for sessions, and not for the torch.distributed backend: leave it at {FABRIC}"
+                f"between_hosts {settings.between_hosts} is for sessions, and not for the torch.distributed backend: leave it at {FABRIC}"
             )
-        if its.rounds:
+        if settings.rounds:
             raise ConfigError(
                 "wire bf16 is for sessions, and not for the torch.distributed backend, whose scripts choose the type of"
                 " each collective: leave it at fp32"
             )
         base = connect_messages(
-            its.fabric,
-            its.workers,
-            its.ranks,
-            rank=its.rank,
-            store=its.store,
-            token=its.token,
-            end_notes=end_notes(its.run_dir),
-            run_dir=its.run_dir,
+            settings.fabric,
+            settings.workers,
+            settings.ranks,
+            rank=settings.rank,
+            store=settings.store,
+            token=settings.token,
+            end_notes=end_notes(settings.run_dir),
+            run_dir=settings.run_dir,
         )
-        first = tuple(map(int, its.ranks.split(","))) if its.ranks else base.members
-        self.world = SeatedCommunicator(base, first[: len(first) - its.spares])
-        self.recorder = GroupRecorder(its, base.local_ranks[0], first[: len(first) - its.spares])
+        first = tuple(map(int, settings.ranks.split(","))) if settings.ranks else base.members
+        self.world = SeatedCommunicator(base, first[: len(first) - settings.spares])
+        self.recorder = GroupRecorder(settings, base.local_ranks[0], first[: len(first) - settings.spares])
         self.joining = Joining(self.world)
         self.meeting = Meeting(self, self.joining)
         if base.local_ranks[0] not in first:
@@ -140,9 +140,9 @@ class CommThread:
         group = GroupMembers(key, ranks, comm, GroupReducer(comm, shared_bytes), GroupReducer(comm, shared_bytes))
 
         def add() -> None:
-            for lost, known in self._history:
-                if key in known and not lost.isdisjoint(ranks):
-                    group.failed.add(known[key])
+            for lost, counts in self._history:
+                if key in counts and not lost.isdisjoint(ranks):
+                    group.failed.add(counts[key])
             self._groups[key] = group
 
         self.call(add)
@@ -372,7 +372,7 @@ class CommThread:
 
     def recover(self, *, told: bool = False, joins: bool = False) -> Mapping[int, int]:
         """Recover with the survivors; return for every group how many collectives any survivor has completed."""
-        before, known = self.world.members, self.world.base.members
+        before, processes = self.world.members, self.world.base.members
         self.recorder.failure_seen(is_known=bool(self.world.base.failed()))
         self.joining.begin()
         table, rows = regroup(self.world, self._share, told=told, joins=joins)
@@ -388,7 +388,7 @@ class CommThread:
         if self.joining.is_seated and not was_seated:
             self._begin_with(completed)
         now = self.world.base.members
-        gone, joined = (tuple(sorted({*a} - {*b})) for a, b in ((known, now), (() if joins else now, known)))
+        gone, joined = (tuple(sorted({*a} - {*b})) for a, b in ((processes, now), (() if joins else now, processes)))
         seating = self.joining.seating
         self.recorder.recovered(gone, self.world, joined, seating.seated, is_news=self.joining.has_news or seating.ends)
         if not joins:
@@ -402,9 +402,9 @@ class CommThread:
         """Return (group, completed, broken, last failed) of every group of every survivor."""
         base, is_seated = self.world.base, self.joining.is_seated
         groups = self._groups.values()
-        mine = [(g.key, g.completed, int(g.broken), max(g.failed, default=-1) if is_seated else -1) for g in groups]
-        rows = base.maximum([len(mine)])[0]
-        part = torch.tensor(mine + [(-1, 0, 0, -1)] * (rows - len(mine)), dtype=torch.int64).view(rows, 4)
+        status = [(g.key, g.completed, int(g.broken), max(g.failed, default=-1) if is_seated else -1) for g in groups]
+        rows = base.maximum([len(status)])[0]
+        part = torch.tensor(status + [(-1, 0, 0, -1)] * (rows - len(status)), dtype=torch.int64).view(rows, 4)
         whole = torch.empty(len(base.processes), rows, 4, dtype=torch.int64)
         base.allgather(part, whole)
         return [(key, *figures) for key, *figures in whole.view(-1, 4).tolist() if key >= 0]

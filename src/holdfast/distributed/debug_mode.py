@@ -29,11 +29,11 @@ def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
 
 def compare_calls(job: Collective) -> None:
     """Make sure that all ranks call the same collective, or raise ``ScriptError`` with the call of each."""
-    mine = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
+    signature = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
     gathered = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
-    job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), gathered)
-    said = [bytes(row.tolist()).decode(errors="replace").strip() for row in gathered]
-    if len(set(said)) > 1:
-        calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
+    job.group.comm.allgather(torch.frombuffer(bytearray(signature), dtype=torch.uint8), gathered)
+    signatures = [bytes(row.tolist()).decode(errors="replace").strip() for row in gathered]
+    if len(set(signatures)) > 1:
+        calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, signatures, strict=True))
         number = job.group.completed
         raise ScriptError(f"the ranks call different collectives as number {number} of their group: {calls}")

@@ -55,8 +55,8 @@ class _Barrier:
             self._group.engine.abandon(self._works)
             raise
 
-    def _lead(self, others: list[int], *, all_ranks: bool) -> None:
-        arrivals = {rank: self._receive(rank) for rank in others}
+    def _lead(self, peers: list[int], *, all_ranks: bool) -> None:
+        arrivals = {rank: self._receive(rank) for rank in peers}
         missing: list[int] = []
         for rank, arrival in arrivals.items():
             if not all_ranks and not missing and self._left_s() <= 0:
@@ -68,7 +68,7 @@ class _Barrier:
         if missing:
             ranks = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
             raise RuntimeError(f"{ranks} failed to pass monitoredBarrier in {self._limit}")
-        for rank in others:
+        for rank in peers:
             self._send(rank).wait()
 
     def _report(self, lead: int) -> None:
@@ -109,18 +109,18 @@ def let_torch_call_it() -> None:
     """Let ``torch.distributed.monitored_barrier`` take groups of this backend: torch's own takes those of Gloo alone."""
     from torch.distributed import distributed_c10d
 
-    theirs: Any = distributed_c10d.monitored_barrier
+    original: Any = distributed_c10d.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         from holdfast.distributed.group_base import GroupBase
 
-        its: Any = dist.group.WORLD if group is None else group
-        if not isinstance(its, GroupBase):
-            theirs(group, timeout, wait_all_ranks)
+        target: Any = dist.group.WORLD if group is None else group
+        if not isinstance(target, GroupBase):
+            original(group, timeout, wait_all_ranks)
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-        cast("Any", its).monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+        cast("Any", target).monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
-    monitored_barrier.__doc__ = theirs.__doc__
+    monitored_barrier.__doc__ = original.__doc__
     setattr(dist, "monitored_barrier", monitored_barrier)  # noqa: B010 - torch has no stubs for it
     setattr(distributed_c10d, "monitored_barrier", monitored_barrier)  # noqa: B010

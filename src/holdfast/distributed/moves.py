@@ -94,7 +94,7 @@ class MoveCollectives(GroupBase):
         by_object = call_site.gathers_objects
         is_sizes = by_object and part.dtype == torch.int64
         normalises = call_site.normalises  # a call site holds frames, and with them activations
-        given: dict[int, torch.Tensor] = {}
+        rows_by_rank: dict[int, torch.Tensor] = {}
         sources: dict[int, int] = {}
 
         def exchange() -> None:
@@ -105,22 +105,24 @@ class MoveCollectives(GroupBase):
             if fate.recovers and not normalises:
                 choose = self._filler.sources
                 sources.update(choose(members.dead, members.alive, what, bytes_of_objects=by_object and not is_sizes))
-            self._gather_rows(part, given)
+            self._gather_rows(part, rows_by_rank)
 
         def finish() -> None:
             if outs is None:
                 return
-            is_filled = len(outs) > len(given)
+            is_filled = len(outs) > len(rows_by_rank)
             filled = sources if is_filled else {}
-            ranks = members.ranks if is_filled else tuple(given)
+            ranks = members.ranks if is_filled else tuple(rows_by_rank)
             if is_filled and not filled:  # to SyncBatchNorm, zeros are of a rank that had no samples
-                given.update((rank, torch.zeros_like(plain(part))) for rank in members.ranks if rank not in given)
-            rows = [given[filled.get(rank, rank)] for rank in ranks]
+                rows_by_rank.update(
+                    (rank, torch.zeros_like(plain(part))) for rank in members.ranks if rank not in rows_by_rank
+                )
+            rows = [rows_by_rank[filled.get(rank, rank)] for rank in ranks]
             for out, row in zip(outs, rows, strict=True):
                 overwrite(out, row)
             if is_sizes:
                 self._filler.note_sizes(ranks, rows)
-            if filled and members.ranks[self._index] == (min(given) if root is None else members.ranks[root]):
+            if filled and members.ranks[self._index] == (min(rows_by_rank) if root is None else members.ranks[root]):
                 self._engine.recorder.filled(what, filled)
 
         return self._submit(what, result, exchange, finish, like=part, root=root, fate=fate)
@@ -128,22 +130,22 @@ class MoveCollectives(GroupBase):
     def _gather_for_ddp(
         self, outs: Tensors, part: torch.Tensor, what: str, result: list[torch.Tensor], fate: Fate
     ) -> Work:
-        given: dict[int, torch.Tensor] = {}
+        rows_by_rank: dict[int, torch.Tensor] = {}
 
         def finish() -> None:
             # DDP compares the ranks' values: failed ranks count as agreeing with this one.
             for out, rank in zip(outs, self._members.ranks, strict=True):
-                overwrite(out, given.get(rank, plain(part)))
+                overwrite(out, rows_by_rank.get(rank, plain(part)))
 
-        return self._submit(what, result, lambda: self._gather_rows(part, given), finish, like=part, fate=fate)
+        return self._submit(what, result, lambda: self._gather_rows(part, rows_by_rank), finish, like=part, fate=fate)
 
-    def _gather_rows(self, part: torch.Tensor, given: dict[int, torch.Tensor]) -> None:
-        members, mine = self._members, plain(part)
-        whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
-        if mine.numel():
-            members.comm.allgather(mine, whole)
-        given.clear()
-        given.update(zip(members.alive, whole, strict=True))
+    def _gather_rows(self, part: torch.Tensor, rows_by_rank: dict[int, torch.Tensor]) -> None:
+        members, own_row = self._members, plain(part)
+        whole = torch.empty(len(members.alive), own_row.numel(), dtype=own_row.dtype)
+        if own_row.numel():
+            members.comm.allgather(own_row, whole)
+        rows_by_rank.clear()
+        rows_by_rank.update(zip(members.alive, whole, strict=True))
         members.comm.barrier()
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
@@ -159,8 +161,8 @@ class MoveCollectives(GroupBase):
         def exchange() -> None:
             self._check_alive(root, "scatter", EXCHANGED)
             self._check_fits(parts, "scatter", EXCHANGED)
-            mine = plain(out)
-            send = torch.zeros(len(members.alive), mine.numel(), dtype=mine.dtype)
+            own_row = plain(out)
+            send = torch.zeros(len(members.alive), own_row.numel(), dtype=own_row.dtype)
             if parts is not None:
                 send = torch.stack([plain(part) for part in parts])
             source[:] = [members.alive.index(members.ranks[root])]
@@ -201,11 +203,11 @@ class MoveCollectives(GroupBase):
 
         def exchange() -> None:
             self._check_fits(parts, what, EXCHANGED)
-            mine = [bytes_of(part) for part in parts]
-            size = members.comm.maximum([max(t.numel() for t in mine)])[0]
+            chunks = [bytes_of(part) for part in parts]
+            size = members.comm.maximum([max(t.numel() for t in chunks)])[0]
             size = -(-size // ALIGN) * ALIGN  # so that elements of any dtype are aligned
-            send = torch.zeros(len(mine), size, dtype=torch.uint8)
-            for row, data in zip(send, mine, strict=True):
+            send = torch.zeros(len(chunks), size, dtype=torch.uint8)
+            for row, data in zip(send, chunks, strict=True):
                 row[: data.numel()] = data
             self._exchange_rows(send, received)
 

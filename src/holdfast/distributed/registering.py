@@ -139,13 +139,13 @@ class Registered:
 
         from holdfast.distributed.parts import seen
 
-        for model, given in zip(self._models, state["models"], strict=True):
-            model.module.load_state_dict(given["state"])
+        for model, model_state in zip(self._models, state["models"], strict=True):
+            model.module.load_state_dict(model_state["state"])
             with torch.no_grad():
                 for name, buffer in model.module.named_buffers():  # also those that a state_dict leaves out
-                    buffer.copy_(given["buffers"][name])
-        for optimizer, given in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(given)
+                    buffer.copy_(model_state["buffers"][name])
+        for optimizer, optimizer_state in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
         for name, (_, load) in self._parts.items():
             load(state["parts"][name])
         self._engine.recorder.begin_at(state["step"])
@@ -212,8 +212,8 @@ def _check(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
             raise ConfigError(f"register does not support DistributedDataParallel(..., {why}): no rank can take a seat")
 
 
-def _several(given: Any) -> tuple[Any, ...]:
-    several = tuple(given) if isinstance(given, list | tuple) else (given,)
+def _several(value: Any) -> tuple[Any, ...]:
+    several = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not several:
         raise ConfigError("model and optimizer must not be empty")
     return several

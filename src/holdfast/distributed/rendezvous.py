@@ -55,11 +55,11 @@ def _watched(meet: Callable[..., Iterator[Any]], *, helps: bool) -> Callable[...
         if helps:
             _check_place()
         hosted = _host_on_loopback() if helps else None
-        its = meet(url, timeout=timeout, **kwargs)
+        outcomes = meet(url, timeout=timeout, **kwargs)
         if helps:
-            yield _first_of(its, timeout)
+            yield _first_of(outcomes, timeout)
         del hosted  # torch's own store keeps the server that it found
-        yield from its
+        yield from outcomes
 
     return watched
 
@@ -182,7 +182,7 @@ def _alone() -> Any:
     return make(), seat, size
 
 
-def _first_of(its: Iterator[Any], timeout: timedelta) -> Any:
+def _first_of(outcomes: Iterator[Any], timeout: timedelta) -> Any:
     """Return the outcome of the rendezvous; stand in for ranks that have died."""
     from holdfast.comm.groups import ThreadedWork
     from holdfast.config import Settings
@@ -190,7 +190,7 @@ def _first_of(its: Iterator[Any], timeout: timedelta) -> Any:
 
     settings = Settings.from_env()
     store = open_store(settings.store, settings.token)
-    meeting = ThreadedWork(lambda: next(its))
+    meeting = ThreadedWork(lambda: next(outcomes))
     seen_s: dict[int, float] = {}
     helped: set[int] = set()
     while not meeting.is_completed():

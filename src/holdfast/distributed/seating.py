@@ -83,9 +83,9 @@ def decide(rows: Mapping[int, SeatRow], num_seats: int) -> Seating:
     holders = {row.seat: worker for worker, row in rows.items() if row.seat != NO_SEAT}
     before = [rows[worker] for worker in holders.values()]
     offered = {worker: row.offered for worker, row in rows.items() if row.seat == NO_SEAT and row.offered != NO_SEAT}
-    here = max((row.passed for row in before), default=0) + 1
-    all_stopped = bool(before) and all(row.stopped and row.passed == here - 1 for row in before)
-    seated = tuple(worker for worker in sorted(offered) if all_stopped and rows[worker].received == here)
+    boundary = max((row.passed for row in before), default=0) + 1
+    all_stopped = bool(before) and all(row.stopped and row.passed == boundary - 1 for row in before)
+    seated = tuple(worker for worker in sorted(offered) if all_stopped and rows[worker].received == boundary)
     holders |= {offered.pop(worker): worker for worker in seated}
     empty = sorted(set(range(num_seats)) - holders.keys() - set(offered.values()))
     unoffered = sorted(worker for worker, row in rows.items() if worker not in {*holders.values(), *offered})
@@ -98,6 +98,6 @@ def decide(rows: Mapping[int, SeatRow], num_seats: int) -> Seating:
         offered=offered,
         giver=giver,
         awaits=awaits,
-        join_at=here if awaits else NEVER,
+        join_at=boundary if awaits else NEVER,
         ends=any(row.ends for row in before),
     )

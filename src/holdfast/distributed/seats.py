@@ -35,8 +35,8 @@ class SeatFiller:
         """
         if not bytes_of_objects:
             return dict.fromkeys(dead, alive[0])
-        found = {rank: next((r for r in alive if self._sizes[r] <= self._sizes[rank]), None) for rank in dead}
-        sources = {rank: source for rank, source in found.items() if source is not None}
+        candidates = {rank: next((r for r in alive if self._sizes[r] <= self._sizes[rank]), None) for rank in dead}
+        sources = {rank: source for rank, source in candidates.items() if source is not None}
         if len(sources) < len(dead):
             lost = ", ".join(str(rank) for rank in dead if rank not in sources)
             raise RanksLost(

@@ -32,12 +32,12 @@ class SparseCollectives(GroupBase):
         place = call_site.place if fate.scales else ""
         recorder = self._engine.recorder
         step = recorder.begin_sum(call_site.task) if in_ddp and call_site.task >= 0 else None
-        mine = tensor.detach().coalesce()
+        own_term = tensor.detach().coalesce()
         terms: list[torch.Tensor] = []
         result = [tensor]
 
         def exchange() -> None:
-            terms[:] = self._gather_sparse(mine, what)
+            terms[:] = self._gather_sparse(own_term, what)
             if step is not None:
                 recorder.reach_in_sum(*step)
             self._members.comm.barrier()
@@ -61,10 +61,10 @@ class SparseCollectives(GroupBase):
 
         return self._submit(what, result, exchange, finish, deliver=deliver, inputs=[tensor], fate=fate, is_dense=False)
 
-    def _gather_sparse(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _gather_sparse(self, own_term: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the tensor of each surviving rank; ``ScriptError`` on all ranks if their shapes or dtypes differ."""
-        comm, indices, values = self._members.comm, mine.indices(), mine.values()
-        about = [_DTYPES.index(values.dtype), mine.sparse_dim(), mine.dim(), *mine.shape]
+        comm, indices, values = self._members.comm, own_term.indices(), own_term.values()
+        about = [_DTYPES.index(values.dtype), own_term.sparse_dim(), own_term.dim(), *own_term.shape]
         row = torch.tensor([len(values), *about] + [0] * (_WIDTH - len(about)), dtype=torch.int64)
         rows = torch.empty(len(self._members.alive), len(row), dtype=torch.int64)
         comm.allgather(row, rows)
@@ -72,13 +72,13 @@ class SparseCollectives(GroupBase):
             raise ScriptError(f"{what} needs sparse tensors of one dtype and shape on all ranks")
         counts: list[int] = rows[:, 0].tolist()
         longest = max(counts)
-        all_indices = torch.empty(len(counts), longest, mine.sparse_dim(), dtype=torch.int64)
+        all_indices = torch.empty(len(counts), longest, own_term.sparse_dim(), dtype=torch.int64)
         all_values = torch.empty(len(counts), longest, *values.shape[1:], dtype=values.dtype)
         if longest:
             comm.allgather(_padded(indices.t(), longest), all_indices)
             comm.allgather(_padded(values, longest), all_values)
         return [
-            torch.sparse_coo_tensor(index[:count].t(), value[:count], mine.shape, is_coalesced=True)
+            torch.sparse_coo_tensor(index[:count].t(), value[:count], own_term.shape, is_coalesced=True)
             for count, index, value in zip(counts, all_indices, all_values, strict=True)
         ]
 

@@ -43,11 +43,11 @@ class Staging:
         """The device of the tensors, for torch's futures; empty if it is host memory, which has no streams."""
         return [] if self._on.device.type == "cpu" else [self._on.device]
 
-    def twins_of(self, given: Any, *, reads: bool) -> Any:
-        """Return tensors of host memory in place of ``given``, a tensor or nested lists; copied if it ``reads`` them."""
-        if isinstance(given, list | tuple):
-            return [self.twins_of(item, reads=reads) for item in given]
-        return self._twin_of(given, reads=reads) if isinstance(given, torch.Tensor) else given
+    def twins_of(self, tree: Any, *, reads: bool) -> Any:
+        """Return tensors of host memory in place of ``tree``, a tensor or nested lists; copied if it ``reads`` them."""
+        if isinstance(tree, list | tuple):
+            return [self.twins_of(item, reads=reads) for item in tree]
+        return self._twin_of(tree, reads=reads) if isinstance(tree, torch.Tensor) else tree
 
     def _twin_of(self, tensor: torch.Tensor, *, reads: bool) -> torch.Tensor:
         twin = self._on.host_memory(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
@@ -129,7 +129,7 @@ def staged(
     if device.is_host or any(tensor.layout != torch.strided for tensor in tensors):
         return call(*args, **kwargs)  # other layouts are refused there
     staging = Staging(device)
-    twins = [staging.twins_of(given, reads=place in reads) for place, given in enumerate(args[:2])]
+    twins = [staging.twins_of(arg, reads=place in reads) for place, arg in enumerate(args[:2])]
     staging.begin()
     before = _current.set(staging)
     try:
@@ -146,19 +146,19 @@ def check_supported(device: torch.device, what: str) -> None:
 
 
 def _device_of(tensors: Sequence[torch.Tensor], what: str) -> Device:
-    found = {tensor.device for tensor in tensors}
-    for device in found:
+    devices = {tensor.device for tensor in tensors}
+    for device in devices:
         check_supported(device, what)
-    if len(found) > 1:
+    if len(devices) > 1:
         raise ConfigError(
-            f"{what}: its tensors must be on one device, got some on {' and '.join(sorted(map(str, found)))}"
+            f"{what}: its tensors must be on one device, got some on {' and '.join(sorted(map(str, devices)))}"
         )
-    return device_of(found.pop())
+    return device_of(devices.pop())
 
 
-def _tensors_in(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, list | tuple):
-        for item in given:
+def _tensors_in(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
             yield from _tensors_in(item)

@@ -66,7 +66,7 @@ def factor_of(op: Any) -> Any:
 def kind_of(op: Any, tensor: torch.Tensor) -> Any:
     """Return the reduction; ``ValueError`` if it is not defined for the tensor's dtype."""
     check_device(tensor, "a reduction")
-    kind = next((known for known in ORDER_OF if type_of(op) == known), None)
+    kind = next((candidate for candidate in ORDER_OF if type_of(op) == candidate), None)
     if kind is None:
         raise ValueError(f"reduction {op} is not supported, expected one of {', '.join(_NAMES[k] for k in ORDER_OF)}")
     name, dtype = ORDER_OF[kind], tensor.dtype

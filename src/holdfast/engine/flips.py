@@ -73,7 +73,7 @@ def _drawn(model: nn.Module, fault: Fault, prefix: str) -> tuple[str, nn.Module]
     return name, named[name]
 
 
-def _strike(faults: Injector, due: Due, name: str, module: nn.Module, given: Any, output: Any) -> None:
+def _strike(faults: Injector, due: Due, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
     faults.carry_out(due, _tensors(name, output))
 
 

@@ -55,11 +55,11 @@ class FaultPoints:
 
     def alter_state(self, trainable: Trainable, step: int) -> None:
         """Flip bits in this worker's own state before the step; other workers are not affected."""
-        here, faults = self._job.comm.local_ranks, self._job.faults
-        for rank in here:
+        local_ranks, faults = self._job.comm.local_ranks, self._job.faults
+        for rank in local_ranks:
             for target in ("weights", "optimizer"):
                 for due in faults.flips(target, step, rank):
-                    faults.carry_out(due, trainable.tensors_of(target, rank, here))
+                    faults.carry_out(due, trainable.tensors_of(target, rank, local_ranks))
 
 
 def make_faults(settings: Settings, comm: Communicator, committed: CommittedState, log: Logger) -> Injector:

@@ -50,7 +50,7 @@ class LiveConfig:
         self._path = requests_path(Path(run_dir)) if run_dir else None
         self._seen_bytes = 0
         self._lines: list[str] = []
-        self._given: list[tuple[int, str]] | None = None
+        self._requests: list[tuple[int, str]] | None = None
 
     def are_due(self) -> bool:
         """Return whether there is a line that was not applied yet; costs one ``stat`` of the file."""
@@ -68,12 +68,12 @@ class LiveConfig:
         best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -self._live.applied])
         count = -(-best // _MOST_RANKS)
         text = broadcast_bytes(comm, json.dumps(self._lines[-least:count]).encode(), count * _MOST_RANKS - best)
-        self._given = list(enumerate(json.loads(text), start=-least))
+        self._requests = list(enumerate(json.loads(text), start=-least))
 
     def apply(self) -> None:
         """Apply the requests that :meth:`fetch` fetched."""
-        given, self._given = self._given, None
-        for number, line in given or ():
+        requests, self._requests = self._requests, None
+        for number, line in requests or ():
             if number >= self._live.applied:
                 self._live.applied = number + 1
                 self._make(number, line)

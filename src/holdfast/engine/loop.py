@@ -332,38 +332,38 @@ class TrainingLoop:
         self._recovery.end()
         self._log.mark("allreduce")
         self._points.reach_in_sum(step, self._trainable.num_buckets)
-        mine = self._vote(step)
-        said = mine.unpack(self._sum.maximum(mine.pack()))
-        if said.has_left:
-            if not said.has_all_left:
+        vote = self._vote(step)
+        outcome = vote.unpack(self._sum.maximum(vote.pack()))
+        if outcome.has_left:
+            if not outcome.has_all_left:
                 self._status.flags |= Note.STOP
                 if self._job.is_lead:
-                    self._log.warn(said.leaver_line())
+                    self._log.warn(outcome.leaver_line())
                 seed_slice(self._position.plan.seed, step - 1, -1)  # as after the last step, at all workers alike
             return LoopLeft()
-        if said.step.differs:
-            raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
-        if said.data is not None and said.data.differs:
+        if outcome.step.differs:
+            raise InternalError(f"workers voted on different steps, {outcome.step.smallest} and {outcome.step.largest}")
+        if outcome.data is not None and outcome.data.differs:
             raise ConfigError(self._position.why_differs())
-        if self._guard.read(step, said.guard):
+        if self._guard.read(step, outcome.guard):
             self._recovery.see_corruption(redone_steps=int(not self._guard.corrupt))  # a retry repeats the other votes
             return CorruptionSeen()
         if self._certificate is not None:
-            self._certificate.read(step, said.parts)
-        self._status.flags |= said.notes
-        self._status.save_due = bool(said.save)
+            self._certificate.read(step, outcome.parts)
+        self._status.flags |= outcome.notes
+        self._status.save_due = bool(outcome.save)
         return StepVoted()
 
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""
         job = self._job
-        asked, parts = job.pending.notes, job.pending.leaves  # read once: a signal may arrive meanwhile
+        notes, parts = job.pending.notes, job.pending.leaves  # read once: a signal may arrive meanwhile
         return CommitVote(
             guard=self._guard.fill(step, is_last=self._position.is_last(self._executor.in_progress())),
             parts=self._fingerprint.parts,
             step=leaver_vote(job.comm.local_ranks[-1]) if self._has_left else MinMax(step, step),
-            stop=bool(asked & Note.STOP),
-            leave=bool(asked & Note.LEAVE),
+            stop=bool(notes & Note.STOP),
+            leave=bool(notes & Note.LEAVE),
             change=bool(parts or job.comm.newcomers(job.loop)),
             stays=not parts,
             has_store=not job.comm.has_lost_store,

@@ -44,7 +44,7 @@ def _say(when: str, does: str, then: str) -> None:
 
 def _running(job: str) -> set[int]:
     """Return the ranks of an MPI job whose processes run on this machine."""
-    found = set()
+    ranks = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError):  # it has ended, or is another user's
             with open(f"/proc/{name}/environ", "rb") as file:
@@ -52,8 +52,8 @@ def _running(job: str) -> set[int]:
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 is_beside = __file__.encode() in file.read()
             if job and env.get(b"PMIX_NAMESPACE") == job.encode() and not is_beside:
-                found.add(int(env[b"OMPI_COMM_WORLD_RANK"]))
-    return found
+                ranks.add(int(env[b"OMPI_COMM_WORLD_RANK"]))
+    return ranks
 
 
 if __name__ == "__main__":

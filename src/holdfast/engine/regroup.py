@@ -88,11 +88,11 @@ def regroup(comm: Agreeing, share: Callable[[], Known], *, told: bool = False, j
                 succeeded = comm.agree(True)
             case RegroupLine.SHARE:
                 try:
-                    known = share()
+                    knowledge = share()
                 except PeerFailed:
                     succeeded = False
             case None:
-                return known
+                return knowledge
         line = line_after(line, succeeded=succeeded)
 
 
@@ -197,15 +197,15 @@ class LoopRegroup:
         for outcome in self._loop.job.checkpoints.finish():
             self._loop.log.saved(outcome)
 
-    def _share_progress(self, mine: Progress) -> ProgressKnown:
-        heard = 0 if self._loop.certificate is None else self._loop.certificate.received
-        flagged = dataclasses.replace(mine, flags=self._flags(), heard=heard)
-        known = self._loop.job.comm.share_progress(flagged)
+    def _share_progress(self, progress: Progress) -> ProgressKnown:
+        digest = 0 if self._loop.certificate is None else self._loop.certificate.received
+        flagged = dataclasses.replace(progress, flags=self._flags(), heard=digest)
+        progress_by_rank = self._loop.job.comm.share_progress(flagged)
         if self._loop.certificate is not None and self._loop.executor.batch is not None:
-            self._loop.certificate.learn(self._loop.job.step, known, self._loop.trainable.num_buckets)
-        for other in known.values():
+            self._loop.certificate.learn(self._loop.job.step, progress_by_rank, self._loop.trainable.num_buckets)
+        for other in progress_by_rank.values():
             self._adopt_flags(other.flags)
-        return ProgressKnown(known, self._loop.trainable.num_buckets)
+        return ProgressKnown(progress_by_rank, self._loop.trainable.num_buckets)
 
     def _flags(self) -> Note:
         return (

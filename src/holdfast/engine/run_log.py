@@ -176,8 +176,12 @@ class RunLog:
 
     def failure_seen(self) -> None:
         """A collective failed, in the phase that was marked last."""
-        dead, here = self._job.comm.failed(), self._job.comm.local_ranks
-        self.write(FailureSeen(rank=next((rank for rank in here if rank not in dead), here[0]), phase=self._phase))
+        dead, local_ranks = self._job.comm.failed(), self._job.comm.local_ranks
+        self.write(
+            FailureSeen(
+                rank=next((rank for rank in local_ranks if rank not in dead), local_ranks[0]), phase=self._phase
+            )
+        )
 
     def recovered(self, recovery: RecoveryContext, held_s: float) -> None:
         """The survivors resume, with newcomers if there are any; ``held_s`` is how long the newcomers delayed them."""

@@ -76,29 +76,29 @@ class Ballot:
         Raises:
             InternalError: if the number of maxima is not the number of integers that :meth:`pack` returns.
         """
-        said = iter(maxima)
+        numbers = iter(maxima)
         try:
-            heard = self._unpack(said)
+            vote = self._unpack(numbers)
         except StopIteration:
-            heard = None
-        if heard is None or next(said, None) is not None:
+            vote = None
+        if vote is None or next(numbers, None) is not None:
             raise InternalError(f"a vote of {len(self.pack())} integers was reduced to {len(maxima)}")
-        return heard
+        return vote
 
-    def _unpack(self, said: Iterator[int]) -> Self:
+    def _unpack(self, numbers: Iterator[int]) -> Self:
         kind: Any = type(self)
-        heard: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, reduction in _reductions(kind):
             value = getattr(self, name)
             if value is None:
-                heard[name] = None
+                values[name] = None
             elif reduction is not None:
-                heard[name] = reduction.heard(next(said))
+                values[name] = reduction.heard(next(numbers))
             elif isinstance(value, Ballot):
-                heard[name] = value._unpack(said)
+                values[name] = value._unpack(numbers)
             else:
-                heard[name] = tuple([ballot._unpack(said) for ballot in value])
-        return type(self)(**heard)
+                values[name] = tuple([ballot._unpack(numbers) for ballot in value])
+        return type(self)(**values)
 
 
 @functools.cache

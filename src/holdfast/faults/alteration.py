@@ -107,7 +107,7 @@ class Alteration:
     """The same seed and places give the same alterations."""
 
     def __post_init__(self) -> None:
-        if sum(given is not None for given in (self.count, self.percent, self.rate)) > 1:
+        if sum(value is not None for value in (self.count, self.percent, self.rate)) > 1:
             raise FaultNotAllowed("give only one of {count}, {percent} and {rate}, got more; leave the others out")
         _check("count", self.count, self.count is None or self.count >= 1, "at least 1")
         _check("percent", self.percent, self.percent is None or 0 < self.percent <= 100, "above 0 and at most 100")
@@ -123,7 +123,7 @@ class Alteration:
         if self.mask is not None and (not self.mask or set(self.mask) - {"0", "1"} or "1" not in self.mask):
             raise FaultNotAllowed("{mask} must be zeros and ones with a one among them, as 1011, got {!r}", self.mask)
         ways = (("{burst}", self.burst > 1), ("{mask}", self.mask), ("{scale}", self.scale))
-        together = [name for name, given in ways if given]
+        together = [name for name, value in ways if value]
         if len(together) > 1:
             raise FaultNotAllowed(f"{' and '.join(together)} cannot be given together; choose one")
         if together and self.rate is not None:
@@ -220,8 +220,8 @@ def draw(values: Values, alteration: Alteration) -> list[ValueChange]:
             )
         for place, new in sites.draw(rng, missing, drawn).items():
             old = drawn.get(place)
-            mine = new if old is None else np.insert(old, np.searchsorted(old, new), new)
-            drawn[place] = sites.harmless(values, place, mine) if alteration.finite else mine
+            union = new if old is None else np.insert(old, np.searchsorted(old, new), new)
+            drawn[place] = sites.harmless(values, place, union) if alteration.finite else union
     return sites.changes(values, drawn)
 
 
@@ -238,9 +238,9 @@ class _Sites:
             for name, format in {p.format.name: p.format for p in places}.items()
         }
         self._offsets = [offsets[p.format.name] for p in places]
-        self._counts = [p.count if mine else 0 for p, mine in zip(places, self._offsets, strict=True)]
+        self._counts = [p.count if span else 0 for p, span in zip(places, self._offsets, strict=True)]
         self._values = sum(self._counts)
-        each = [len(mine) if self._by_bit else 1 for mine in self._offsets]
+        each = [len(span) if self._by_bit else 1 for span in self._offsets]
         self._units = np.array(self._counts, np.int64) * np.array(each, np.int64)
         if not self._values:
             bits = alteration.bits + (" but the sign" if alteration.keep_sign else "")
@@ -250,17 +250,17 @@ class _Sites:
 
     def wanted(self, rng: np.random.Generator) -> int:
         """Return the number of alterations to make."""
-        given, total = self._alteration, int(self._units.sum())
-        if given.rate is not None:
-            wanted = int(rng.binomial(total, given.rate))
-        elif given.percent is not None:
-            wanted = max(1, round(given.percent / 100 * self._values))
+        alteration, total = self._alteration, int(self._units.sum())
+        if alteration.rate is not None:
+            wanted = int(rng.binomial(total, alteration.rate))
+        elif alteration.percent is not None:
+            wanted = max(1, round(alteration.percent / 100 * self._values))
         else:
-            wanted = 1 if given.count is None else given.count
+            wanted = 1 if alteration.count is None else alteration.count
         if wanted > total:
             what = "bits" if self._by_bit else "values"
             raise FaultNotAllowed("{count} must be at most {}, the {} that may be altered, got {}", total, what, wanted)
-        return int(rng.binomial(wanted, given.probability)) if given.probability < 1 else wanted
+        return int(rng.binomial(wanted, alteration.probability)) if alteration.probability < 1 else wanted
 
     def draw(
         self, rng: np.random.Generator, count: int, drawn: dict[int, NDArray[np.int64]]
@@ -271,13 +271,13 @@ class _Sites:
         if law == "bits" or (law == "values" and not self._by_bit):
             ends = np.cumsum(left)
             ranks = _rising(rng, count, int(ends[-1]))
-            found = {place: ranks[part] for place, part in _parts(ranks, ends - left)}
+            picks = {place: ranks[part] for place, part in _parts(ranks, ends - left)}
         else:
             free = np.flatnonzero(left)
             weights = np.array(self._counts, np.float64)[free] if law == "values" else np.ones(len(free))
             shares = np.minimum(rng.multinomial(count, weights / weights.sum()), left[free])
-            found = {int(p): _rising(rng, int(n), int(left[p])) for p, n in zip(free, shares, strict=True) if n}
-        return {place: self._sites(rng, place, ranks, drawn.get(place)) for place, ranks in found.items()}
+            picks = {int(p): _rising(rng, int(n), int(left[p])) for p, n in zip(free, shares, strict=True) if n}
+        return {place: self._sites(rng, place, ranks, drawn.get(place)) for place, ranks in picks.items()}
 
     def _sites(
         self, rng: np.random.Generator, place: int, ranks: NDArray[np.int64], drawn: NDArray[np.int64] | None
@@ -299,20 +299,20 @@ class _Sites:
 
     def changes(self, values: Values, drawn: Mapping[int, NDArray[np.int64]]) -> list[ValueChange]:
         """Return the changes made by altering all these sites, by place in ascending order."""
-        found = []
+        changes = []
         if self._alteration.scale is not None:
             wanted = sorted(drawn.items())
             for (place, sites), before in zip(wanted, values.read(wanted), strict=True):
                 format = self._places[place].format
-                known = format.values(before).astype(np.float64)
-                found.append(ValueChange(place, sites, before, format.raw_of(known * self._alteration.scale)))
+                numbers = format.values(before).astype(np.float64)
+                changes.append(ValueChange(place, sites, before, format.raw_of(numbers * self._alteration.scale)))
         else:
             masks = {place: (index, mask) for place, index, mask in self._masks(drawn)}
             wanted = [(place, masks[place][0]) for place in sorted(masks)]
             for (place, index), before in zip(wanted, values.read(wanted), strict=True):
                 mask = masks[place][1]
-                found.append(ValueChange(place, index, before, np.bitwise_xor(before, mask, out=mask)))
-        return [change for change in found if len(change)]
+                changes.append(ValueChange(place, index, before, np.bitwise_xor(before, mask, out=mask)))
+        return [change for change in changes if len(change)]
 
     def _masks(self, drawn: Mapping[int, NDArray[np.int64]]) -> Iterator[tuple[int, NDArray[np.int64], Raw]]:
         """Yield, by place, the indices of the values that contain sites, each once, and the bits of each to flip."""
@@ -369,10 +369,10 @@ def _parts(numbers: NDArray[np.int64], starts: NDArray[np.int64]) -> list[tuple[
         The index of each part's start, and the slice of the part; empty parts are omitted.
     """
     ends = [*np.searchsorted(numbers, starts[1:]).tolist(), len(numbers)]
-    found = [(which, slice(a, b)) for which, (a, b) in enumerate(pairwise([0, *ends])) if b > a]
-    for which, part in found:
+    parts = [(which, slice(a, b)) for which, (a, b) in enumerate(pairwise([0, *ends])) if b > a]
+    for which, part in parts:
         numbers[part] -= starts[which]
-    return found
+    return parts
 
 
 def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int64]:

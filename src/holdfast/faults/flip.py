@@ -107,12 +107,12 @@ def parse_flip(words: Sequence[str]) -> Flip:
 
     values: dict[str, Any] = {}
     at: list[str] = []
-    known = ("target", "at", *map(_word, _fields()))
+    keys = ("target", "at", *map(_word, _fields()))
     for word in words:
         key, equals, text = word.partition("=")
         name = key.replace("-", "_")
-        if key not in known:
-            refuse(f"unknown key {key!r}; valid keys are rank, step, bucket, {', '.join(known)}")
+        if key not in keys:
+            refuse(f"unknown key {key!r}; valid keys are rank, step, bucket, {', '.join(keys)}")
         if key != "at" and name in values:
             refuse(f"{key} is given twice; give it once")
         kind = _fields().get(name, ("str",))[0]
@@ -154,8 +154,8 @@ def _fields() -> Mapping[str, tuple[str, Any]]:
     """Return the fields of an alteration, each with its type (without None) and its default."""
     from holdfast.faults.alteration import Alteration
 
-    found = dataclasses.fields(Alteration)
-    return {field.name: (str(field.type).removesuffix(" | None"), field.default) for field in found}
+    fields = dataclasses.fields(Alteration)
+    return {field.name: (str(field.type).removesuffix(" | None"), field.default) for field in fields}
 
 
 def _word(name: str) -> str:

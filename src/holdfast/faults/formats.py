@@ -86,9 +86,9 @@ class NumberFormat:
                 return seen.astype(np.float64) if self.is_float else seen
         size = (raw & self.raw.type(self._sizes)).astype(np.int64)
         binade = np.maximum(size >> self.mantissa, 1) - 1
-        known = np.ldexp((size - (binade << self.mantissa)).astype(np.float64), binade + self._lowest)
+        magnitudes = np.ldexp((size - (binade << self.mantissa)).astype(np.float64), binade + self._lowest)
         odd = np.where(size == self._end, np.inf if self.infinite else np.nan, np.nan)
-        values = np.where(size < self._end, known, odd)
+        values = np.where(size < self._end, magnitudes, odd)
         return np.asarray(np.where(raw >> (self.bits - 1), -values, values))
 
     def raw_of(self, values: NDArray[Any]) -> Raw:
@@ -144,8 +144,8 @@ class NumberFormat:
 
 
 FORMATS = {
-    known.name: known
-    for known in (
+    number_format.name: number_format
+    for number_format in (
         NumberFormat("float64", 64, 11),
         NumberFormat("float32", 32, 8),
         NumberFormat("float16", 16, 5),

@@ -115,11 +115,11 @@ class PlannedFaults(Injector):
 
     def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
         """Return the flips that are due there."""
-        found, plan = [], self._plan
+        flips, plan = [], self._plan
         while (due := plan.due(rank, step, TARGETS[target], bucket, target)) is not None:
-            found.append(due)
+            flips.append(due)
             plan = plan.without([due[0]])
-        return found
+        return flips
 
     def alters(self, target: str) -> bool:
         """Return whether any fault of the plan does, also one that has struck."""

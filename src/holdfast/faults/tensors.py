@@ -46,12 +46,12 @@ class Tensors:
 
     def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
         """See :meth:`~holdfast.faults.alteration.Values.read`."""
-        found = []
+        results = []
         for place, index in wanted:
             raw, at = self._raw[place], self._at(place, index)
             values: Raw = raw.numpy()[at] if raw.device.type == "cpu" else raw[_on(raw, at)].cpu().numpy()
-            found.append(values.view(self.places[place].format.raw))
-        return found
+            results.append(values.view(self.places[place].format.raw))
+        return results
 
     def write(self, changes: Sequence[ValueChange]) -> None:
         """See :meth:`~holdfast.faults.alteration.Values.write`."""
@@ -105,7 +105,7 @@ def listed(
         changes: The changes made.
         scale: The factor that values were multiplied by; None if bits were flipped.
     """
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for change in _first(changes, MOST_LISTED):
         path, format = places[change.place].path, places[change.place].format
         values = list(
@@ -113,8 +113,8 @@ def listed(
         )
         for which, bit in zip(*bits_of(format, change.before, change.after, scale), strict=True):
             index, before, after = values[which]
-            found.append({"path": path, "index": index, "bit": bit, "before": before, "after": after})
-    return found
+            entries.append({"path": path, "index": index, "bit": bit, "before": before, "after": after})
+    return entries
 
 
 def _first(changes: Sequence[ValueChange], most: int) -> Iterator[ValueChange]:

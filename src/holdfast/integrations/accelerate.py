@@ -104,12 +104,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         return tuple(replaced.get(id(one), one) for one in args)
 
     def _one(self, args: Sequence[Any], kind: type, name: str) -> Any:
-        found = [one for one in args if isinstance(one, kind)]
-        if len(found) != 1:
+        matches = [one for one in args if isinstance(one, kind)]
+        if len(matches) != 1:
             raise ConfigError(
-                f"accelerator.prepare needs one {name} together with the training loader, got {len(found)}"
+                f"accelerator.prepare needs one {name} together with the training loader, got {len(matches)}"
             )
-        return found[0]
+        return matches[0]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Refuse for the training loader: Holdfast resumes at the exact sample itself.

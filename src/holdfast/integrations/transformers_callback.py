@@ -62,13 +62,13 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             SystemExit: if ranks were lost; the lowest survivor has saved a checkpoint.
         """
-        asked = torch.tensor([int(self._is_asked)])
+        flag = torch.tensor([int(self._is_asked)])
         with contextlib.suppress(RanksLost):  # `alive` knows it, too
-            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         survivors = alive()
         if len(survivors) < dist.get_world_size():
             self._end(Path(args.output_dir), state, survivors, **kwargs)
-        if asked.item():
+        if flag.item():
             control.should_save = control.should_training_stop = True
             if dist.get_rank() == 0:
                 sys.stderr.write(f"holdfast: received SIGTERM: saving and stopping after step {state.global_step}\n")

@@ -23,10 +23,10 @@ def kept_state(settings: Settings) -> dict[str, Any]:
     step = manager.newest(lambda *_: None, keep=False)
     if step < 0:
         return {}
-    found: dict[str, Any] = manager.info(step).get("framework", {})
-    if not found:
+    state: dict[str, Any] = manager.info(step).get("framework", {})
+    if not state:
         raise ConfigError(f"the checkpoint of step {step} in {manager.url} was not made by the Trainer")
-    return found
+    return state
 
 
 def write_job(folder: Path, *, job: str, slices: int) -> None:
@@ -37,5 +37,5 @@ def write_job(folder: Path, *, job: str, slices: int) -> None:
 def read_job(folder: Path) -> dict[str, Any]:
     """Return that; nothing for a checkpoint that was made without Holdfast, or does not exist."""
     path = folder / _JOB
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    job: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return job

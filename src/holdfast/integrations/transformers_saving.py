@@ -96,20 +96,20 @@ class SavingTrainer(transformers.Trainer):  # type: ignore[misc]
         for callback in [*self.callback_handler.callbacks, self.control]:
             if not isinstance(callback, ExportableState):
                 continue
-            name, mine = type(callback).__name__, callback.state()
+            name, callback_state = type(callback).__name__, callback.state()
             if isinstance(self.state.stateful_callbacks.get(name), list):
-                kept.setdefault(name, []).append(mine)
+                kept.setdefault(name, []).append(callback_state)
             else:
-                kept[name] = mine
+                kept[name] = callback_state
         self.state.stateful_callbacks |= kept
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the model, with the arguments as the script gave them."""
-        mine, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, self._accumulate
+        steps, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, self._accumulate
         try:
             super()._save(output_dir, state_dict)
         finally:
-            self.args.gradient_accumulation_steps = mine
+            self.args.gradient_accumulation_steps = steps
 
     def _load_best_model(self) -> None:
         """Load the best model: from memory, because the lead may have failed while it wrote that checkpoint."""

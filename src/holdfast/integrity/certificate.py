@@ -35,13 +35,13 @@ class Certificate:
         self._job = job
         self._figures = figures
         self._fingerprint = fingerprint
-        self._known = (-1, "")
+        self._digest = (-1, "")
         self._received = 0
 
     def begin(self, step: int) -> None:
         """Record the fingerprint that was taken at the start of an attempt at ``step``."""
         state = self._fingerprint.state
-        self._known = (step, state) if state else (-1, "")  # the vote brings the state
+        self._digest = (step, state) if state else (-1, "")  # the vote brings the state
 
     # -- digests of pipeline and sharded models, shared between workers
 
@@ -55,23 +55,23 @@ class Certificate:
         """The digest from the last commit vote that this worker completed; 0 if the vote carries none."""
         return self._received
 
-    def learn(self, step: int, known: Mapping[int, Progress], num_buckets: int) -> None:
+    def learn(self, step: int, progress: Mapping[int, Progress], num_buckets: int) -> None:
         """Adopt the digest of the vote on ``step`` from the progress of a worker that completed that vote."""
-        for other in known.values():
+        for other in progress.values():
             if self._fingerprint.parts and other.completed // (num_buckets + 1) > step:
                 self._receive(step, other.heard)
 
     def _receive(self, step: int, received: int) -> None:
-        self._received, self._known = received, (step, f"{received:016x}")
+        self._received, self._digest = received, (step, f"{received:016x}")
 
     # -- commit
 
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> ChainLink:
         """Append the link of the step in progress after its all-reduces; slices in ``lost`` are missing from it, in whole or in part."""
         job = self._job
-        known, state = self._known
-        if known != batch.step:
-            raise InternalError(f"step {batch.step} is committed, but the known state digest is of step {known}")
+        step, state = self._digest
+        if step != batch.step:
+            raise InternalError(f"step {batch.step} is committed, but the known state digest is of step {step}")
         committed = [number for number in sorted(batch.owners) if number not in lost]
         ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
         figures = digest_of_figures(self._figures())

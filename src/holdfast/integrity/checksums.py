@@ -66,7 +66,7 @@ class MessageChecks:
             self._found_at = -1
 
     def _write_down(self) -> None:
-        found = self._job.altered
-        if found:
-            self._log.corruption_found("message", list(found), sorted({*found.values()} - {NO_WORKER}))
-            found.clear()
+        owners = self._job.altered
+        if owners:
+            self._log.corruption_found("message", list(owners), sorted({*owners.values()} - {NO_WORKER}))
+            owners.clear()

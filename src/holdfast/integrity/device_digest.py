@@ -78,9 +78,9 @@ def _shifted(value: torch.Tensor, shift: int) -> torch.Tensor:
 
 def read(sums: Sequence[torch.Tensor]) -> list[int]:
     """Return digests as integers from 0 to 2**64 - 1: all on one device are copied at once, and the host waits once."""
-    found: dict[int, int] = {}
+    digests: dict[int, int] = {}
     for device in dict.fromkeys(total.device for total in sums):
         there = [(number, total) for number, total in enumerate(sums) if total.device == device]
         values = torch.stack([total for _, total in there]).tolist()
-        found.update({number: value % (1 << 64) for (number, _), value in zip(there, values, strict=True)})
-    return [found[number] for number in range(len(sums))]
+        digests.update({number: value % (1 << 64) for (number, _), value in zip(there, values, strict=True)})
+    return [digests[number] for number in range(len(sums))]

@@ -206,8 +206,8 @@ class RotatingDigest:
             for key in sorted(names):
                 yield parameter, name, key, state[key]
 
-    def _cut(self, found: Iterable[tuple[torch.Tensor, str, str, torch.Tensor]]) -> list[Window]:
-        tensors = [each for each in found if each[3].numel() and not each[3].is_sparse]
+    def _cut(self, entries: Iterable[tuple[torch.Tensor, str, str, torch.Tensor]]) -> list[Window]:
+        tensors = [each for each in entries if each[3].numel() and not each[3].is_sparse]
         return [tuple(piece for piece, _ in window) for window in _packed(_pieces(tensors))]
 
 
@@ -287,15 +287,15 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 def digests_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Return the digest of each tensor, by its name; the host waits for devices once, at the end."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     on_devices: dict[str, torch.Tensor] = {}
     for name, tensor in named:
         if is_on_device(tensor):
-            found[name], on_devices[name] = "", device_digest.mixed_sum(tensor)
+            digests[name], on_devices[name] = "", device_digest.mixed_sum(tensor)
         else:
-            found[name] = xxhash.xxh3_64_hexdigest(raw(tensor))
+            digests[name] = xxhash.xxh3_64_hexdigest(raw(tensor))
     read = device_digest.read(list(on_devices.values()))
-    return found | {name: f"{value:016x}" for name, value in zip(on_devices, read, strict=True)}
+    return digests | {name: f"{value:016x}" for name, value in zip(on_devices, read, strict=True)}
 
 
 def raw(rows: torch.Tensor) -> Any:

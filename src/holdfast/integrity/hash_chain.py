@@ -49,9 +49,9 @@ def _exact(values: Sequence[float]) -> bytes:
 
 def fits(figures: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a digest matches named metrics; the loss alone is enough if a worker knew no other."""
-    known = digest_of_figures(in_order(metrics))
+    digest = digest_of_figures(in_order(metrics))
     half = _LETTERS // 2
-    return figures == known or (set(metrics) == {"loss"} and figures[:half] == known[:half])
+    return figures == digest or (set(metrics) == {"loss"} and figures[:half] == digest[:half])
 
 
 def in_order(metrics: Mapping[str, float]) -> list[float]:
@@ -80,9 +80,9 @@ def fold_part(numbers: Collection[int]) -> tuple[int, int]:
     return max(numbers), max(~number for number in numbers)
 
 
-def digest_of_parts(said: Sequence[int]) -> int:
+def digest_of_parts(parts: Sequence[int]) -> int:
     """Return the digest of the state of a pipeline or sharded model, from 0 to 2**62 - 1, from :func:`fold_part` of each part."""
-    return int(_sha256(struct.pack(f"<{len(said)}q", *said))[:16], 16) >> 2
+    return int(_sha256(struct.pack(f"<{len(parts)}q", *parts))[:16], 16) >> 2
 
 
 def link_of(before: str, *, step: int, epoch: int, samples: int, ids: str, figures: str, state: str) -> str:

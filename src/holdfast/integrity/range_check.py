@@ -59,14 +59,14 @@ class RangeCheck:
             return _IS_TRAINING
         return _FIRST + self._job.comm.local_ranks[0]
 
-    def read(self, said: int) -> bool:
+    def read(self, vote: int) -> bool:
         """Read the largest vote; return whether it is a finding."""
-        self.is_training = said == _IS_TRAINING
-        if said == _IS_TRAINING:
+        self.is_training = vote == _IS_TRAINING
+        if vote == _IS_TRAINING:
             self._ranges.accept()
-        if said < _FIRST:
+        if vote < _FIRST:
             return False
-        if said - _FIRST in self._job.comm.local_ranks and self._finding is not None:
+        if vote - _FIRST in self._job.comm.local_ranks and self._finding is not None:
             self._log.corruption_found("range", (self._finding.where,), ())
         if self._job.settings.guard == "warn":
             self._ranges.accept()  # warn once
@@ -99,5 +99,7 @@ class RangeCheck:
         comm = self._job.comm
         turn = step * len(comm.members) + comm.members.index(comm.local_ranks[0])
         bucket, start, stop = self._windows[turn % len(self._windows)]
-        found = self._ranges.look_at("gradients", f"bucket {bucket}", self._part.gradients.sums[bucket][start:stop])
-        return found and dataclasses.replace(found, where=f"gradients of {self._part.buckets.name_at(bucket, start)}")
+        finding = self._ranges.look_at("gradients", f"bucket {bucket}", self._part.gradients.sums[bucket][start:stop])
+        return finding and dataclasses.replace(
+            finding, where=f"gradients of {self._part.buckets.name_at(bucket, start)}"
+        )

@@ -90,8 +90,8 @@ class SdcGuard:
         """Store the digests of the slices of a step that were computed here."""
         if not self._heals or self._whole is None:
             return
-        for number, given in self._whole.gradients.given():
-            if self._computed.note(batch.step, number, given) and self._verdict is None:
+        for number, data in self._whole.gradients.given():
+            if self._computed.note(batch.step, number, data) and self._verdict is None:
                 self._odd.add(batch.owners[number])
 
     def fill(self, step: int, *, is_last: bool) -> GuardVote:
@@ -114,7 +114,7 @@ class SdcGuard:
                 "values far out of range"
             )
 
-    def read(self, step: int, said: GuardVote) -> bool:
+    def read(self, step: int, vote: GuardVote) -> bool:
         """Read the reduced votes; return whether the step is not committed and all workers roll back or redo it.
 
         Raises:
@@ -122,13 +122,13 @@ class SdcGuard:
             ReplicasDiffer: if the job stops because replicas differ.
             MessageAltered: if the job stops because of altered messages.
         """
-        differ = said.replicas is not None and said.replicas.differs
-        is_redone = said.altered is not None and self._checking.read(step, altered=said.altered)
+        differ = vote.replicas is not None and vote.replicas.differs
+        is_redone = vote.altered is not None and self._checking.read(step, altered=vote.altered)
         if is_redone and not differ:
             return True  # any other finding in this step is a consequence
-        return said.replicas is not None and self._read_compared(step, said, differ=differ)
+        return vote.replicas is not None and self._read_compared(step, vote, differ=differ)
 
-    def _read_compared(self, step: int, said: GuardVote, *, differ: bool) -> bool:
+    def _read_compared(self, step: int, vote: GuardVote, *, differ: bool) -> bool:
         if differ and self._policy == "stop":
             names = self._fingerprint.compared(step)
             where = f"{', '.join(names[:3])}{f' or {len(names) - 3} others' if len(names) > 3 else ''}"
@@ -137,14 +137,14 @@ class SdcGuard:
                 " its model differently on each worker, such as once a slice in the forward pass, by random numbers of its"
                 " own, or by hand"
             )
-        if said.odd is not None and said.odd.largest >= 0 and self._verdict is None:
+        if vote.odd is not None and vote.odd.largest >= 0 and self._verdict is None:
             # Several workers had the same wrong state, or one of them corrupted all: the culprit cannot be identified.
-            self._verdict = () if said.odd.differs else (said.odd.largest,)
+            self._verdict = () if vote.odd.differs else (vote.odd.largest,)
             self._odd.clear()
-        found = self._ranging is not None and said.ranges is not None and self._ranging.read(said.ranges)
+        is_out_of_range = self._ranging is not None and vote.ranges is not None and self._ranging.read(vote.ranges)
         if self._heals and differ:
             self._check_is_soft(step)
-        if self._heals and (differ or found):
+        if self._heals and (differ or is_out_of_range):
             self.corrupt, self._found_at = True, step
         if differ:
             self._report_difference(step)
@@ -163,37 +163,37 @@ class SdcGuard:
 
     def _report_difference(self, step: int) -> None:
         """Find which tensors differ on which workers, and record it."""
-        found: dict[tuple[str, ...], tuple[int, ...]] = {self._fingerprint.compared(step): ()}
+        culprits: dict[tuple[str, ...], tuple[int, ...]] = {self._fingerprint.compared(step): ()}
         try:
             of_halves = self._minorities(self._fingerprint.of_halves(step))
             named = {self._fingerprint.compared(step, half): ranks for half, ranks in of_halves.items()}
-            found = named or found
+            culprits = named or culprits
         finally:  # a worker may fail meanwhile
-            new = [where for where in found if self._heals or where not in self._warned]
+            new = [where for where in culprits if self._heals or where not in self._warned]
             if self._fingerprint.is_of_all and self._warned:
                 new = []
             if new and self._job.is_lead:
-                ranks = sorted({rank for where in new for rank in found[where]})
+                ranks = sorted({rank for where in new for rank in culprits[where]})
                 self._log.corruption_found("replicas", [name for where in new for name in where], ranks)
-            self._warned |= set() if self._heals else set(found)
+            self._warned |= set() if self._heals else set(culprits)
 
-    def _minorities(self, mine: dict[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
+    def _minorities(self, digests: dict[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
         """Return the halves that differ, each with the workers whose digest is not that of the majority.
 
-        ``mine`` are the digests, by half and by local rank.
+        ``digests`` are given by half and by local rank.
         """
-        if not mine:
+        if not digests:
             return {}
         members = self._job.comm.members
-        told = self._job.comm.maximum([numbers.get(rank, -1) for numbers in mine.values() for rank in members])
-        found = {}
-        for i, half in enumerate(mine):
-            numbers = dict(zip(members, told[i * len(members) :], strict=False))
+        maxima = self._job.comm.maximum([numbers.get(rank, -1) for numbers in digests.values() for rank in members])
+        minorities = {}
+        for i, half in enumerate(digests):
+            numbers = dict(zip(members, maxima[i * len(members) :], strict=False))
             number, times = Counter(numbers.values()).most_common(1)[0]
             if times < len(numbers):
                 minority = tuple(rank for rank in numbers if numbers[rank] != number)
-                found[half] = minority if 2 * times > len(numbers) else ()
-        return found
+                minorities[half] = minority if 2 * times > len(numbers) else ()
+        return minorities
 
     # -- snapshots
 
@@ -263,8 +263,8 @@ class SdcGuard:
         if not self._heals:
             return None
         kept = -1 if self._verified is None else self._verified.step
-        mine = (self._found_at if self.corrupt else -1, kept, ~kept, self._trusted)
-        found_at, high, low, trusted = self._job.comm.maximum(mine)
+        values = (self._found_at if self.corrupt else -1, kept, ~kept, self._trusted)
+        found_at, high, low, trusted = self._job.comm.maximum(values)
         if found_at < 0:
             return None
         self.corrupt, self._found_at = True, found_at

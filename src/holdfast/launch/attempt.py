@@ -385,8 +385,8 @@ class AttemptFiles:
 
     def _record_tails(self) -> list[RecordTail]:
         """Return the open files of records, those of watchers first."""
-        found = [files.watch for files in self._open.values()] + [files.own for files in self._open.values()]
-        return [tail for tail in found if tail is not None]
+        tails = [files.watch for files in self._open.values()] + [files.own for files in self._open.values()]
+        return [tail for tail in tails if tail is not None]
 
     def records(self, *, last: bool = False) -> list[Record]:
         """Return new records; the record of a worker's end comes after every record that the worker wrote.
@@ -425,9 +425,9 @@ class AttemptFiles:
     def warnings(self) -> list[str]:
         """Return one warning for each file that cannot be read, or has lines that are not records; each file is named once."""
         what = "contains a line that is not a record; such lines are skipped"
-        found = {tail.path: f"{tail.path} {what}" for tail in self._record_tails() if tail.skipped} | self._unreadable
-        new = [line for path, line in found.items() if path not in self._warned]
-        self._warned.update(found)
+        lines = {tail.path: f"{tail.path} {what}" for tail in self._record_tails() if tail.skipped} | self._unreadable
+        new = [line for path, line in lines.items() if path not in self._warned]
+        self._warned.update(lines)
         return new
 
     def output(self, *, last: bool = False) -> list[tuple[int, str]]:
@@ -468,8 +468,10 @@ _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": 
 
 def common_environment(paths: RunPaths, settings: Settings) -> dict[str, str]:
     """Return the part of the workers' environment that is the same for all starts of a job."""
-    theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)} | {FORK_SERVER}
-    env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
+    setting_names = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)} | {FORK_SERVER}
+    env = {
+        name: value for name, value in os.environ.items() if name not in setting_names and not name.startswith(_NESTED)
+    }
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a count derived from the workers would change bits
     env[HASH_SEED] = hash_seed(settings)
     if not any(name in env for name in _ALLOCATOR):

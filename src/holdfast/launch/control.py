@@ -61,7 +61,7 @@ class RunningJob:
     def of(cls, job: Job, origin_s: float = 0.0) -> Self:
         """Return the description of this launcher's job, which began at ``origin_s`` of the monotonic clock."""
         of_settings = ("fabric", "split", "min_workers", "checkpoint_dir", "guard")
-        told = {name: getattr(job.settings, name) for name in of_settings}
+        values = {name: getattr(job.settings, name) for name in of_settings}
         process, saves = str(Process.of(os.getpid())), bool(job.settings.checkpoint_dir)
         return cls(
             process=process,
@@ -76,7 +76,7 @@ class RunningJob:
             spares=len(job.ranks) - job.workers,
             nnodes=job.nnodes,
             node_rank=job.node_rank,
-            **told,
+            **values,
         )
 
     def home(self, rank: int) -> int:
@@ -121,9 +121,9 @@ def find(pid: int | None = None) -> RunningJob:
     if len(jobs) == 1 and (pid is not None or jobs[0].is_from_here):
         return jobs[0]
     if not all_jobs:
-        asked = "" if pid is None else f", and none has a launcher with PID {pid}"
+        detail = "" if pid is None else f", and none has a launcher with PID {pid}"
         where = tempfile.gettempdir()
-        refuse(f"no job of yours runs on this machine{asked} (searched {where}); start one with holdfast run")
+        refuse(f"no job of yours runs on this machine{detail} (searched {where}); start one with holdfast run")
     if len(jobs) == 1:
         job = jobs[0]
         where = f"in {job.folder}" if job.folder else "elsewhere"

@@ -156,8 +156,10 @@ def live_source(job: RunningJob) -> BundleSource:
 
     ranks = sorted(int(path.name.removeprefix("process-")) for path in job.run_dir.glob("process-*") if _is_rank(path))
     pairs = {rank: WatchedWorker.read(job.run_dir / f"process-{rank}") for rank in ranks}
-    here = {rank: pair.worker for rank, pair in pairs.items() if pair is not None and pair.node in ("", this_node())}
-    alive = {rank: worker for rank, worker in here.items() if worker.is_alive()}
+    local_workers = {
+        rank: pair.worker for rank, pair in pairs.items() if pair is not None and pair.node in ("", this_node())
+    }
+    alive = {rank: worker for rank, worker in local_workers.items() if worker.is_alive()}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         stacks = dict(zip(alive, pool.map(lambda worker: stack_from_outside(worker.pid), alive.values()), strict=True))
         traces = {rank: flight_recorder(handlers_path(job.run_dir, rank)) for rank in alive}
@@ -167,7 +169,9 @@ def live_source(job: RunningJob) -> BundleSource:
     notes = [f"stack of rank {rank}: {text}" for rank, text in stacks.items() if text.startswith("(")]
     notes += [f"flight recorder of rank {rank}: {text}" for rank, text in traces.items() if text.startswith("(")]
     notes += [
-        f"rank {rank} is on another machine" for rank, pair in pairs.items() if pair is not None and rank not in here
+        f"rank {rank} is on another machine"
+        for rank, pair in pairs.items()
+        if pair is not None and rank not in local_workers
     ]
     return BundleSource(
         report_dir=Path(job.report_dir) if job.report_dir else None,
@@ -184,8 +188,8 @@ def _is_rank(path: Path) -> bool:
 
 
 def _positions(run_dir: Path, ranks: Sequence[int]) -> dict[int, dict[str, object]]:
-    found = {rank: Beacon.read(beacon_path(run_dir, rank)) for rank in ranks}
-    return {rank: asdict(position) for rank, position in found.items() if position is not None}
+    positions = {rank: Beacon.read(beacon_path(run_dir, rank)) for rank in ranks}
+    return {rank: asdict(position) for rank, position in positions.items() if position is not None}
 
 
 def _environment_of(pid: int) -> dict[str, str]:

@@ -80,9 +80,9 @@ class Duties:
         )
 
     def _missing_after_training(self, ended_well: Collection[int], died_late: Collection[int]) -> str:
-        said = {call.how for call in self._calls(ended_well) if not call.in_loop}
+        calls = {call.how for call in self._calls(ended_well) if not call.in_loop}
         lead_died = min(died_late) < min(ended_well)
-        if said == {"save"} or ("is_lead" in said and not lead_died):
+        if calls == {"save"} or ("is_lead" in calls and not lead_died):
             return ""
         ranks = f"worker{'s' * (len(died_late) > 1)} {listing(sorted(died_late))}"
         was = "was" if len(died_late) == 1 else "were"
@@ -105,10 +105,10 @@ class Duties:
         for wait in waiting.values():
             members = [rank for rank in wait.members if rank in living]
             left = [rank for rank in members if self._never_calls(rank, wait)]
-            others = [rank for rank in members if rank not in left]
+            peers = [rank for rank in members if rank not in left]
             # One that still saves is not interrupted, and one that waits in an earlier collective is on its way to this.
-            if left and all(rank in waiting and not _is_before(waiting[rank], wait) for rank in others):
-                return _left_sentence(left, others, wait, self._ended[left[0]].steps)
+            if left and all(rank in waiting and not _is_before(waiting[rank], wait) for rank in peers):
+                return _left_sentence(left, peers, wait, self._ended[left[0]].steps)
         return ""
 
     def _never_calls(self, rank: int, wait: CollectiveAwaited) -> bool:
@@ -136,11 +136,11 @@ def _is_before(one: CollectiveAwaited, other: CollectiveAwaited) -> bool:
     return one.group == other.group and one.number < other.number
 
 
-def _left_sentence(left: Sequence[int], others: Sequence[int], wait: CollectiveAwaited, steps: int) -> str:
-    has, its = ("has ended its script", "it") if len(left) == 1 else ("have ended their scripts", "them")
+def _left_sentence(left: Sequence[int], peers: Sequence[int], wait: CollectiveAwaited, steps: int) -> str:
+    has, pronoun = ("has ended its script", "it") if len(left) == 1 else ("have ended their scripts", "them")
     after = f" after {count(steps, 'step')}" if steps else ""
     return (
-        f"{_ranks(left)} {has}{after}; {_ranks(others)} wait{'s' * (len(others) == 1)} for {its} in {wait.what}"
+        f"{_ranks(left)} {has}{after}; {_ranks(peers)} wait{'s' * (len(peers) == 1)} for {pronoun} in {wait.what}"
         f"{_where(wait)}: uneven data; use model.join(), or give every rank the same number of batches"
     )
 

@@ -74,16 +74,16 @@ class ElasticWorkers:
             self._tell_to_leave(attempt)
 
     def _change(self, attempt: JobAttempt, changes: dict[str, Any]) -> None:
-        here = self._run.job.node_rank
-        node, is_from_dashboard = changes.pop("node", here), changes.pop(FROM_DASHBOARD, False)
+        own_node = self._run.job.node_rank
+        node, is_from_dashboard = changes.pop("node", own_node), changes.pop(FROM_DASHBOARD, False)
         try:
             check(changes, self._running)
         except ConfigError as error:
             self._run.view.print_line(f"request rejected: {error!s:.300}")
             return
-        if is_from_dashboard and node == here:
+        if is_from_dashboard and node == own_node:
             self._bus.note(_action(changes))
-        if "workers" in changes and node == here:
+        if "workers" in changes and node == own_node:
             self._scale(attempt, changes["workers"])
         append(requests_path(self._run.paths.run_dir), changes)
 

@@ -97,14 +97,14 @@ def find_gpus(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
 def parse_visible(listed: str) -> tuple[str, ...]:
     """Return the GPUs in a value of :data:`VISIBLE`; as CUDA does, ignore everything from the first invalid one on."""
-    found: list[str] = []
+    gpus: list[str] = []
     for word in listed.split(","):
         name = word.strip()
         is_valid = re.fullmatch(r"\d+|(GPU|MIG)-\S+", name) is not None
-        if not is_valid or name in found:
+        if not is_valid or name in gpus:
             break
-        found.append(name)
-    return tuple(found)
+        gpus.append(name)
+    return tuple(gpus)
 
 
 @functools.cache
@@ -124,17 +124,17 @@ def parse_smi(text: str) -> tuple[str, ...]:
 
     CUDA uses at most one MIG instance in a process, so each is a GPU of its own here.
     """
-    found: list[str] = []
+    gpus: list[str] = []
     for line in text.splitlines():
         if match := re.match(r"GPU (\d+):", line):
-            found.append(match[1])
+            gpus.append(match[1])
             is_whole = True
         elif match := re.match(r"\s+MIG .*UUID: (MIG-[^)\s]+)", line):
-            if found and is_whole:
-                found.pop()
+            if gpus and is_whole:
+                gpus.pop()
             is_whole = False
-            found.append(match[1])
-    return tuple(found)
+            gpus.append(match[1])
+    return tuple(gpus)
 
 
 # -- variables of the workers
@@ -170,10 +170,10 @@ def for_slot(slot: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
         ConfigError: if its node has fewer GPUs than wanted.
     """
     env = os.environ if env is None else env
-    said = env.get(GPUS, "")
-    if said == NONE:
+    value = env.get(GPUS, "")
+    if value == NONE:
         return {VISIBLE: ""}
-    gpus = choose(said.removeprefix(_FIND), find_gpus(env)) if said.startswith(_FIND) else parse_visible(said)
+    gpus = choose(value.removeprefix(_FIND), find_gpus(env)) if value.startswith(_FIND) else parse_visible(value)
     return _visible(gpu_of(slot, gpus), env) if gpus else {}
 
 

@@ -124,9 +124,9 @@ class HangDetector:
         if elsewhere:
             longest_s = math.inf
         waited = {rank: loading_s if p.phase in _LOADING else longest_s for rank, p in watched.items()}
-        found = silent or [s for r, p in watched.items() if (s := self._check_worker(r, p, stretches[r], waited[r]))]
-        self._given_up.update(stuck.rank for stuck in found)
-        return found
+        hangs = silent or [s for r, p in watched.items() if (s := self._check_worker(r, p, stretches[r], waited[r]))]
+        self._given_up.update(stuck.rank for stuck in hangs)
+        return hangs
 
     def _wait_elsewhere_s(self, now_s: float, is_waiting: bool) -> float:
         """Return for how long workers on other nodes have been kept waiting, as far as this launcher has seen it.

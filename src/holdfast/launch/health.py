@@ -88,11 +88,11 @@ class HealthMonitor:
 
     def _print_progress(self, living: Sequence[int], now_s: float) -> None:
         """Publish to the other launchers what decides, for all workers together, whether some are hung."""
-        if (others := self._run.others) is not None:
+        if (peers := self._run.others) is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
-                others.post("waits", true=self._hangs.keep_us_waiting)
-                others.post("loads", true=self._hangs.load_too_long)
-                others.post("stalls", true=self._run.state.stand_still(living, now_s))
+                peers.post("waits", true=self._hangs.keep_us_waiting)
+                peers.post("loads", true=self._hangs.load_too_long)
+                peers.post("stalls", true=self._run.state.stand_still(living, now_s))
 
     def _note_untold_ends(self, attempt: JobAttempt, watched: Set[int], now_s: float) -> None:
         """Record the end of workers whose watcher did not: it was killed, is stopped, or could not write."""
@@ -119,22 +119,22 @@ class HealthMonitor:
 
     def _check_startup(self, attempt: JobAttempt, signs: Mapping[int, StartupStatus] | None, now_s: float) -> None:
         """Give up workers that keep the job from beginning."""
-        nodes, others, state = self._run.nodes, self._run.others, self._run.state
-        found = StartupFinding()
+        nodes, peers, state = self._run.nodes, self._run.others, self._run.state
+        finding = StartupFinding()
         if signs is not None and (not state.has_begun or any(map(_is_before_training, signs.values()))):
             elsewhere = nodes is not None and nodes.any_posted("starts")
-            found = self._starting.poll(signs, now_s, has_begun=state.has_begun, elsewhere=elsewhere)
-        if others is not None:
+            finding = self._starting.poll(signs, now_s, has_begun=state.has_begun, elsewhere=elsewhere)
+        if peers is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
-                others.post("starts", true=self._starting.keeps_waiting and not state.has_begun)
-        if found.warning:
-            self._run.view.print_line(found.warning)
-        for stuck in found.stuck:
+                peers.post("starts", true=self._starting.keeps_waiting and not state.has_begun)
+        if finding.warning:
+            self._run.view.print_line(finding.warning)
+        for stuck in finding.stuck:
             pair = attempt.pair(stuck.rank)
             self._note_fenced(stuck, -1, pair)
-        unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over Gloo there is none
-        if found.lost or unknown:
-            why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
+        unknown = [stuck for stuck in finding.stuck if not attempt.fence(stuck.rank)]  # over Gloo there is none
+        if finding.lost or unknown:
+            why = finding.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
             state.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
 
     def _check_fork_server(self, attempt: JobAttempt, now_s: float) -> None:
@@ -200,10 +200,10 @@ class HealthMonitor:
         policy = self._run.job.stragglers
         if policy == "ignore" or self._run.job.is_virtual:
             return
-        found = self._stragglers.poll(positions)
+        stragglers = self._stragglers.poll(positions)
         can_go = policy == "replace" and self._can_replace()
         goes = self._stragglers.next_to_go(positions, now_s) if can_go else None
-        for rank in sorted({*found, *([] if goes is None else [goes])}):
+        for rank in sorted({*stragglers, *([] if goes is None else [goes])}):
             score, step = self._stragglers.scores(positions)[rank], positions[rank].step
             done = "warn" if policy == "replace" and rank != goes else policy
             self._bus.note(StragglerSeen(rank=rank, step=step, score=score, policy=done))

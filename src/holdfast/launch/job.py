@@ -381,8 +381,8 @@ def check(job: Job) -> None:
 def _check_checkpoints(settings: Settings) -> None:
     place, local = settings.checkpoint_dir, Path(settings.checkpoint_dir.removeprefix("file://"))
     often = settings.checkpoint_every or settings.checkpoint_auto
-    for given, flag in ((often, "--checkpoint-every"), (settings.keep_last, "--keep-last")):
-        if given and not place:
+    for value, flag in ((often, "--checkpoint-every"), (settings.keep_last, "--keep-last")):
+        if value and not place:
             refuse(f"{flag} needs --checkpoint-dir, the directory for the checkpoints")
     if place and not is_remote(place) and local.exists() and not local.is_dir():
         refuse(f"--checkpoint-dir must be a directory, and {place} is a file")

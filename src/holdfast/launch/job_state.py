@@ -151,8 +151,10 @@ class JobState:
     @property
     def waiting(self) -> set[int]:
         """Newcomers that are started, were not admitted yet and have not ended."""
-        said = self._start.waiting.items()
-        return {rank for rank, heard in said if not any(isinstance(record, WorkerEnded) for record, _ in heard)}
+        newcomers = self._start.waiting.items()
+        return {
+            rank for rank, records in newcomers if not any(isinstance(record, WorkerEnded) for record, _ in records)
+        }
 
     @property
     def highest(self) -> int:
@@ -336,8 +338,8 @@ class JobState:
             waits = position.waits or position.phase in _WAITING  # pipeline stages wait in forward and backward, too
             waits = waits and not position.in_collective  # which may move any number of bytes
             beats = position.beats if waits else -position.beats
-            known = self._start.quiet.get(rank)
-            if known is None or known[0] != beats:
+            entry = self._start.quiet.get(rank)
+            if entry is None or entry[0] != beats:
                 self._start.quiet[rank] = (beats, now_s)
             _, since_s = self._start.in_vain.get(rank, (0, now_s))
             self._start.in_vain[rank] = (position.in_vain, since_s if position.in_vain else now_s)
@@ -374,8 +376,8 @@ class JobState:
     def _had_lost(self, failed: ScriptFailed) -> bool:
         """Return whether a worker was lost before the script raised, which may be the reason."""
         deaths = [(rank, end.t_s) for rank, end in self._start.ended.items() if end.exit_code < 0]
-        known = [*self._start.lost_s.items(), *deaths]  # a watcher may tell of a death after others recovered from it
-        return any(t_s < failed.t_s for rank, t_s in known if rank != failed.rank)
+        losses = [*self._start.lost_s.items(), *deaths]  # a watcher may tell of a death after others recovered from it
+        return any(t_s < failed.t_s for rank, t_s in losses if rank != failed.rank)
 
     def _left_early(self, rank: int, end: WorkerEnded) -> JobBroken:
         if rank in self._start.begun_s:

@@ -325,14 +325,14 @@ class Launcher:
     # --- settings of the workers
 
     def _settings(self, start: JobStart) -> Settings:
-        given, ranks, store = self._job.settings, start.ranks, start.store
+        settings, ranks, store = self._job.settings, start.ranks, start.store
         again = self._restarts > 0
-        goes_on = again and self._has_begun() and (bool(given.checkpoint_dir) or self._state.saved is not None)
+        goes_on = again and self._has_begun() and (bool(settings.checkpoint_dir) or self._state.saved is not None)
         plan = self._plan.without(self._state.fired & set(range(len(self._plan.faults))))
         if start.own:
             plan = plan.of_node(self._job.node_rank, min(start.own))
         return dataclasses.replace(
-            given,
+            settings,
             workers=min(self._job.workers, len(ranks)),
             spares=max(0, len(ranks) - self._job.workers),
             ranks=",".join(map(str, ranks)) if again or store else "",
@@ -340,7 +340,7 @@ class Launcher:
             token=start.token,
             slices=self._slices(start),
             order=self._order(),
-            resume=given.resume or goes_on,
+            resume=settings.resume or goes_on,
             mtbf_s=self._mtbf_s(),
             faults=plan.to_json() if plan.faults else "",
             run_dir=str(self._paths.run_dir),
@@ -370,10 +370,10 @@ class Launcher:
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
-        given = self._job.settings
-        if not (self._restarts and given.checkpoint_auto):
-            return given.mtbf_s
-        return (given.mtbf_s + self._run.clock.now_s()) / (1 + self._restarts)
+        settings = self._job.settings
+        if not (self._restarts and settings.checkpoint_auto):
+            return settings.mtbf_s
+        return (settings.mtbf_s + self._run.clock.now_s()) / (1 + self._restarts)
 
     # --- restarts
 

@@ -40,11 +40,11 @@ def check_targets(job: Job) -> None:
             check_writable(Path(target.place), f"--log-to {target}: the folder")
     if not _may_return(job):
         _check_new(job, targets)
-    given = os.environ.get(RUN_ID, "")
-    if given and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", given):
-        raise ConfigError(f"{RUN_ID} must have 1 to 64 letters, digits, - and _, got {given!r}")
+    run_id = os.environ.get(RUN_ID, "")
+    if run_id and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_id):
+        raise ConfigError(f"{RUN_ID} must have 1 to 64 letters, digits, - and _, got {run_id!r}")
     needs_id = [target for target in targets if target.kind in ("wandb", "mlflow")]
-    if needs_id and job.settings.resume and is_remote(job.settings.checkpoint_dir) and not given:
+    if needs_id and job.settings.resume and is_remote(job.settings.checkpoint_dir) and not run_id:
         raise ConfigError(
             f"--log-to {needs_id[0]} cannot find out which run to resume, because its checkpoints are in remote storage:"
             f" set {RUN_ID} to the same id at each start of the job"
@@ -148,19 +148,19 @@ def _local(checkpoint_dir: str) -> Path:
 
 def _find_run_id(job: Job) -> str:
     """Return the id of the run, which stays the same when the job resumes: it is kept beside local checkpoints."""
-    if given := os.environ.get(RUN_ID):
-        return given
+    if run_id := os.environ.get(RUN_ID):
+        return run_id
     place = job.settings.checkpoint_dir
     file = _local(place) / _RUN_ID_FILE if place and not is_remote(place) else None
     if file is not None and job.settings.resume:
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            if known := file.read_text().strip():
-                return known
-    made = uuid.uuid4().hex[:16]
+            if run_id := file.read_text().strip():
+                return run_id
+    run_id = uuid.uuid4().hex[:16]
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(made + "\n")
+            file.write_text(run_id + "\n")
         except OSError as error:
             raise ConfigError(f"--checkpoint-dir {place} cannot be written: {error.strerror}") from error
-    return made
+    return run_id

@@ -71,11 +71,11 @@ class RemoteAgent:
 
 def _answer(process: subprocess.Popen[bytes], ends_s: float) -> CommandResult:
     try:
-        said, _ = process.communicate(timeout=max(0.0, ends_s - time.monotonic()))
+        output, _ = process.communicate(timeout=max(0.0, ends_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         _end(process)
         return CommandResult(None, "")
-    return CommandResult(process.returncode, said.decode(errors="replace"))
+    return CommandResult(process.returncode, output.decode(errors="replace"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -224,8 +224,8 @@ class MpiHosts:
         if 0 <= number < len(self._needs):
             return self._needs[number][1]
         if answer.exit_code or _node(answer) == "":
-            said = answer.output.strip().splitlines()
-            return f"could not be reached: {said[-1] if said else f'exit code {answer.exit_code}'}"
+            lines = answer.output.strip().splitlines()
+            return f"could not be reached: {lines[-1] if lines else f'exit code {answer.exit_code}'}"
         return ""
 
     def name_of(self, node: str) -> str:
@@ -271,11 +271,11 @@ class MpiHosts:
         self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None
     ) -> None:
         """Kill mpirun and all processes below it; on hosts that do not answer, that is left to Open MPI."""
-        here = [pair for pair in pairs if pair.node == this_node()]
+        local_pairs = [pair for pair in pairs if pair.node == this_node()]
         if any(process.poll() is None for process in processes):
-            kills = self._kills(pair for pair in pairs if pair not in here)
+            kills = self._kills(pair for pair in pairs if pair not in local_pairs)
             self._agent.request({name: "; ".join(words) for name, words in kills.items()}, _END_S)
-        end(processes, here, forked_by)
+        end(processes, local_pairs, forked_by)
 
     def _kills(self, pairs: Iterable[WatchedWorker]) -> dict[str, list[str]]:
         """Return, by host, the commands that kill these processes there."""

@@ -38,10 +38,10 @@ class _Device:
     def of(cls, name: str) -> _Device:
         saved = []
         for family, what in _FORGOTTEN:
-            found = subprocess.run(
+            result = subprocess.run(
                 ["ip", family, what, "save", "dev", name], capture_output=True, timeout=_IP_S, check=False
             )
-            saved.append(b"" if found.returncode else found.stdout)
+            saved.append(b"" if result.returncode else result.stdout)
         return cls(name, tuple(saved))
 
     def cut(self) -> None:

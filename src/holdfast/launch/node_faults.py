@@ -173,25 +173,25 @@ def devices(job: Job, fault: Fault) -> list[str]:
     """Return the network devices that lead to the other nodes; raise a ConfigError if ``ip`` is missing."""
     if shutil.which("ip") is None:
         _refuse(fault, "disabling the network needs the command ip (of iproute2), which is not on PATH")
-    found = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     for address in _own_addresses(job, fault):
         shown = json.loads(cut.ip("-json", "addr", "show", "to", address))
-        found += [device["ifname"] for device in shown if device and device["ifname"] != "lo"]
-    return list(dict.fromkeys(found))
+        names += [device["ifname"] for device in shown if device and device["ifname"] != "lo"]
+    return list(dict.fromkeys(names))
 
 
 def _own_addresses(job: Job, fault: Fault) -> list[str]:
     """Return the local addresses of routes to the store; nothing is sent."""
-    found = []
+    addresses = []
     for host, port in _store_addresses(job.rdzv):
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
-                found.append(str(probe.getsockname()[0]))
+                addresses.append(str(probe.getsockname()[0]))
         except OSError as error:
             _refuse(fault, f"the network that leads to {host}:{port} (--rdzv) is unknown: {error.strerror}")
-    return found
+    return addresses
 
 
 def _store_addresses(url: str) -> Iterator[tuple[str, int]]:

@@ -189,7 +189,7 @@ class NodeGroup(Rendezvous):
             fence_s = self._lost_s + FENCE_LEASES * self._job.node_timeout_s - time.monotonic()
             self.store.wait(lambda: self.store.get(f"start/{number}"), max(0.0, fence_s))
         there = self.there()
-        placement = {rank: node for node, known in sorted(there.items()) for rank in known.ranks if rank in ranks}
+        placement = {rank: node for node, info in sorted(there.items()) for rank in info.ranks if rank in ranks}
         for rank in sorted(set(ranks) - placement.keys()):  # a new worker is placed on the node with the fewest workers
             counts = {node: list(placement.values()).count(node) for node in sorted(there)}
             emptiest = min(counts, key=lambda node: counts[node])
@@ -242,13 +242,13 @@ class NodeGroup(Rendezvous):
     def poll(self) -> NodeChanges:
         """Return the changes of the other nodes since the last call, after notifying the workers of failed ranks."""
         there, changes = self.there(), NodeChanges()
-        for node, known in self._others.items():
+        for node, peer in self._others.items():
             now = there.get(node)
-            if not known.is_lost and (now is None or now.seat != known.seat):
-                self._lose(node, known, changes)
-            if now is not None and now.seat >= known.seat and not (known.is_lost and now.seat == known.seat):
-                newcomers = tuple(rank for rank in self._ranks(now) if rank not in known.ranks)
-                known.seat, known.ranks, known.is_lost = now.seat, (*known.ranks, *newcomers), False
+            if not peer.is_lost and (now is None or now.seat != peer.seat):
+                self._lose(node, peer, changes)
+            if now is not None and now.seat >= peer.seat and not (peer.is_lost and now.seat == peer.seat):
+                newcomers = tuple(rank for rank in self._ranks(now) if rank not in peer.ranks)
+                peer.seat, peer.ranks, peer.is_lost = now.seat, (*peer.ranks, *newcomers), False
                 changes.newcomers += newcomers
         return changes
 
@@ -256,15 +256,15 @@ class NodeGroup(Rendezvous):
         """Return the workers of a node in this start; a launcher that has not begun it still names those of the last."""
         return seated.ranks if seated.start == self.number else ()
 
-    def _lose(self, node: int, known: _Node, changes: NodeChanges) -> None:
-        known.is_lost = True
+    def _lose(self, node: int, peer: _Node, changes: NodeChanges) -> None:
+        peer.is_lost = True
         # Workers that another launcher has just given up are lost here, too; workers whose launcher saw them end are not.
-        left = tuple(rank for rank in known.ranks if self.store.get(f"gone/{self.number}/{rank}") != str(node))
+        left = tuple(rank for rank in peer.ranks if self.store.get(f"gone/{self.number}/{rank}") != str(node))
         for rank in left:
             self.died(rank, f"node {node} is lost")
             self.ended(rank)
-        known.ranks = ()
-        if self.store.get(f"bye/{node}/{known.seat}") is not None:
+        peer.ranks = ()
+        if self.store.get(f"bye/{node}/{peer.seat}") is not None:
             changes.parted += left
         else:
             self.given_up.update(left)
@@ -302,20 +302,20 @@ class NodeGroup(Rendezvous):
 
     def all_posted(self, what: str, nodes: Sequence[int] | None = None) -> bool:
         """Return whether a condition holds for ``nodes``, or for all other nodes that are not lost."""
-        wanted = [node for node, known in self._others.items() if not known.is_lost] if nodes is None else nodes
+        wanted = [node for node, peer in self._others.items() if not peer.is_lost] if nodes is None else nodes
         return all(self.store.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
 
     def is_first(self) -> bool:
         """Return whether this node is the first of those that are not lost."""
-        return all(known.is_lost or node > self._me for node, known in self._others.items())
+        return all(peer.is_lost or node > self._me for node, peer in self._others.items())
 
     def any_posted(self, what: str) -> bool:
         """Return whether a condition holds for any other node that is not lost."""
-        return any(self.all_posted(what, [node]) for node, known in self._others.items() if not known.is_lost)
+        return any(self.all_posted(what, [node]) for node, peer in self._others.items() if not peer.is_lost)
 
     def ranks_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the other nodes that have these workers."""
-        return tuple(node for node, known in self._others.items() if not set(ranks).isdisjoint(known.ranks))
+        return tuple(node for node, peer in self._others.items() if not set(ranks).isdisjoint(peer.ranks))
 
     def ask_all_to_stop(self) -> None:
         """Make the whole job save and stop."""
@@ -348,10 +348,10 @@ class NodeGroup(Rendezvous):
 
     def is_leaving(self) -> tuple[int, ...]:
         """Return the workers of this node that are asked to leave; each is returned once."""
-        told = tuple(rank for rank in self._own if self.store.get(f"leave/{rank}") is not None)
-        for rank in told:
+        leavers = tuple(rank for rank in self._own if self.store.get(f"leave/{rank}") is not None)
+        for rank in leavers:
             self.store.delete(f"leave/{rank}")
-        return told
+        return leavers
 
 
 def _report_death(members: Store, rank: int, why: str) -> None:
@@ -396,22 +396,22 @@ class RecordReplication:
 
     def receive(self, nodes: Iterable[int]) -> list[RemoteRecord]:
         """Return the records that these nodes published since the last call, ordered by time."""
-        heard, self._old = self._old, []
-        heard += [told for node in nodes for told in self._receive_from(node)]
-        return sorted(heard, key=lambda told: (told.start, told.record.t_s))
+        entries, self._old = self._old, []
+        entries += [entry for node in nodes for entry in self._receive_from(node)]
+        return sorted(entries, key=lambda entry: (entry.start, entry.record.t_s))
 
     def _receive_from(self, node: int) -> Iterator[RemoteRecord]:
         self._next.setdefault(node, 1)
         while (text := self._store.get(f"told/{node}/{self._next[node] % _SLOTS}")) is not None:
-            said = json.loads(_unpack(text))
-            if said["number"] < self._next[node]:
+            batch = json.loads(_unpack(text))
+            if batch["number"] < self._next[node]:
                 return  # the slot still has an old batch
-            self._next[node] = said["number"] + 1
-            for line, position in said["records"]:
+            self._next[node] = batch["number"] + 1
+            for line, position in batch["records"]:
                 where = (
                     None if position is None else BeaconPosition(**{**position, "samples": tuple(position["samples"])})
                 )
-                yield RemoteRecord(said["start"], record_from_dict(line), where)
+                yield RemoteRecord(batch["start"], record_from_dict(line), where)
 
 
 def _pack(text: str) -> str:

@@ -76,8 +76,8 @@ class ObservedJob:
     def _look_at_processes(self, run_dir: Path) -> None:
         self.workers = {}
         for path in run_dir.glob("process-*"):
-            found, pair = _RANK.fullmatch(path.name), WatchedWorker.read(path)
-            if found is not None and pair is not None and pair.node in ("", this_node()):
+            match, pair = _RANK.fullmatch(path.name), WatchedWorker.read(path)
+            if match is not None and pair is not None and pair.node in ("", this_node()):
                 usage = self._meter.measure(pair.worker)
-                self.workers[int(found[1])] = ObservedWorker(process=pair.worker, usage=usage)
+                self.workers[int(match[1])] = ObservedWorker(process=pair.worker, usage=usage)
         self.live.note_processes({rank: worker.process.pid for rank, worker in self.workers.items()})

@@ -45,18 +45,18 @@ def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
             sockets = [copies.enter_context(copy) for copy in _tcp_sockets(mpirun)]
             listening = [one for one in sockets if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
             near = {_address(one) for one in listening if ipaddress.ip_address(_address(one)[0]).is_loopback}
-            theirs = None if workers is None else _connections(workers, near)
+            endpoints = None if workers is None else _connections(workers, near)
             if not near:
                 return None
             for one in listening:
-                if theirs is not None or _address(one) not in near:
+                if endpoints is not None or _address(one) not in near:
                     _drop_all(one)
         except PermissionError:
             return 0
-        if theirs is None:
+        if endpoints is None:
             return None
         ports = {_address(one)[1] for one in listening}
-        strange = [one for one in sockets if _address(one)[1] in ports and _peer(one) not in {None, *theirs}]
+        strange = [one for one in sockets if _address(one)[1] in ports and _peer(one) not in {None, *endpoints}]
         for one in strange:
             with contextlib.suppress(OSError):  # its peer has just closed it
                 one.shutdown(socket.SHUT_RDWR)
@@ -65,15 +65,15 @@ def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
 
 def _connections(workers: Sequence[int], to: set[_Address]) -> set[_Address] | None:
     """Return the workers' ends of their connections to any of the addresses ``to``; None if a worker has none yet."""
-    found: set[_Address] = set()
+    endpoints: set[_Address] = set()
     for worker in workers:
         with contextlib.ExitStack() as copies:
             sockets = [copies.enter_context(copy) for copy in _tcp_sockets(worker)]
             own = {_address(one) for one in sockets if _peer(one) in to}
         if not own:
             return None
-        found |= own
-    return found
+        endpoints |= own
+    return endpoints
 
 
 def _tcp_sockets(pid: int) -> Iterator[socket.socket]:

@@ -337,10 +337,10 @@ def end(
     Watchers and workers that have not recorded themselves, and are not in ``pairs``, are found below ``processes``, and
     below the fork server ``forked_by``, which goes on.
     """
-    known = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
+    workers = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
     running = [process.pid for process in processes if process.poll() is None]
     servers = [] if forked_by is None else [forked_by]
-    below = [child for pid in (*running, *known, *servers) for child in descendants_of(pid)]
+    below = [child for pid in (*running, *workers, *servers) for child in descendants_of(pid)]
     for pair in pairs:  # watchers first, so that none records a death that we caused
         pair.watcher.send(signal.SIGKILL)
         pair.worker.send(signal.SIGKILL)

@@ -78,16 +78,16 @@ def note(facts: Mapping[str, Any]) -> None:
 def is_noted(facts: Mapping[str, Any]) -> bool:
     """Return whether this user has run here the same script, byte for byte, with the same arguments, as in a report."""
     try:
-        found = Path(_folder(), _digest(facts)).lstat()
-        return found.st_uid == Path(_folder()).lstat().st_uid == os.getuid()
+        status = Path(_folder(), _digest(facts)).lstat()
+        return status.st_uid == Path(_folder()).lstat().st_uid == os.getuid()
     except (OSError, RuntimeError):
         return False
 
 
 def _folder() -> Path:
     """Return the directory of the notes; raise a RuntimeError if this user has no home."""
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return Path(given if given.is_absolute() else Path.home() / ".local" / "state", "holdfast", "runs")
+    state_home = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return Path(state_home if state_home.is_absolute() else Path.home() / ".local" / "state", "holdfast", "runs")
 
 
 def _digest(facts: Mapping[str, Any]) -> str:

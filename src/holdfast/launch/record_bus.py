@@ -175,16 +175,16 @@ class RecordBus:
 
     def show(self, alive: Mapping[int, int], waits_for: str = "") -> None:
         """Display the progress, with the PIDs of the workers, and what a job that does not train yet waits for."""
-        known = self._status
-        if waits_for != known.waits_for:
+        status = self._status
+        if waits_for != status.waits_for:
             note_wait(self._run.paths.run_dir, waits_for)
         self._status = dataclasses.replace(
-            known,
+            status,
             alive=alive,
             workers_alive=len(self._run.state.workers_alive()),
             elapsed_s=self._run.clock.now_s(),
             steps_per_s=self._times.steps_per_s,
-            left_s=self._times.left_s(known.planned - known.step) if known.planned else None,
+            left_s=self._times.left_s(status.planned - status.step) if status.planned else None,
             waits_for=waits_for,
         )
         self._run.view.show(self._status)
@@ -210,22 +210,22 @@ class RecordBus:
 
     def _exchange(self, own: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish new records to the other launchers, and read theirs."""
-        if (others := self._run.others) is not None:
+        if (peers := self._run.others) is not None:
             with contextlib.suppress(StoreLost):  # detected at the next check
-                others.publish(own)
-                self._poll_nodes(others)
+                peers.publish(own)
+                self._poll_nodes(peers)
 
-    def _poll_nodes(self, others: NodeGroup) -> None:
+    def _poll_nodes(self, peers: NodeGroup) -> None:
         state = self._run.state
-        changes = others.poll()
-        self.speaks = others.is_first() or not self._is_merged
+        changes = peers.poll()
+        self.speaks = peers.is_first() or not self._is_merged
         for rank in changes.newcomers:
             state.wait_for(rank)
-        received = others.receive()
-        self._report([self._log.write(told.record) for told in received])
-        for told in received:
-            if told.start == others.number and told.record.rank not in others.given_up:
-                self.poll(told.record, told.position)
+        received = peers.receive()
+        self._report([self._log.write(entry.record) for entry in received])
+        for entry in received:
+            if entry.start == peers.number and entry.record.rank not in peers.given_up:
+                self.poll(entry.record, entry.position)
         state.lose(changes.parted)
         for node, ranks in changes.lost.items():
             state.lose(ranks)

@@ -105,17 +105,17 @@ class Rendezvous:
     @property
     def seat_lost(self) -> str:
         """Why the other launchers have given this one up, or ""."""
-        mine = self.there().get(self._me)
-        if mine is None or mine.seat != self._seat:
+        own_entry = self.there().get(self._me)
+        if own_entry is None or own_entry.seat != self._seat:
             return f"node {self._me} was given up: no heartbeat for {self._lease_s:g} s (--node-timeout)"
         return ""
 
     def there(self) -> dict[int, LauncherInfo]:
         """Return the launchers that are present, by node."""
         return {
-            int(node): LauncherInfo(said["seat"], tuple(said["ranks"]), said["start"])
+            int(node): LauncherInfo(entry["seat"], tuple(entry["ranks"]), entry["start"])
             for node, text in self.store.under("node/").items()
-            for said in [json.loads(text)]
+            for entry in [json.loads(text)]
         }
 
     def hold_seat(self, ranks: Sequence[int], start: int) -> None:
@@ -152,9 +152,9 @@ class Rendezvous:
             self._hub.close()
 
     def _part(self) -> None:
-        mine = self.there().get(self._me)
-        if mine is not None and mine.seat == self._seat:
-            self.store.put(f"bye/{self._me}/{mine.seat}", "1")
+        own_entry = self.there().get(self._me)
+        if own_entry is not None and own_entry.seat == self._seat:
+            self.store.put(f"bye/{self._me}/{own_entry.seat}", "1")
             self.store.delete(f"node/{self._me}")
         if self._hub is None:
             return
@@ -203,9 +203,10 @@ class Rendezvous:
         if not self._url.startswith("etcd://"):
             return False  # a hub ends with its run
         if launchers.get("start/0") is not None:  # leases of a run that has just died remain for a while
-            told = launchers.under("told/")
+            batches = launchers.under("told/")
             launchers.wait(
-                lambda: not launchers.under("node/") or launchers.under("told/") != told or None, 2 * self._lease_s
+                lambda: not launchers.under("node/") or launchers.under("told/") != batches or None,
+                2 * self._lease_s,
             )
         elif launchers.get("about") not in (
             None,
@@ -268,11 +269,11 @@ class Rendezvous:
     def _check_alike(self) -> None:
         alike = self._alike()
         self.store.create("about", json.dumps(alike))
-        theirs = self.read("about")
+        reference = self.read("about")
         for name, value in alike.items():
-            if theirs.get(name) != value:
+            if reference.get(name) != value:
                 refuse(
-                    f"node {self._me} was started {_difference(name, value, theirs.get(name))}: give all nodes the same"
+                    f"node {self._me} was started {_difference(name, value, reference.get(name))}: give all nodes the same"
                 )
 
     def _take_seat(self) -> None:

@@ -48,7 +48,7 @@ def write_results(
     from holdfast.report import build_report, write_page, write_report
 
     specs = plan.to_specs()
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "started": range(job.workers),
         "wall_s": wall_s,
         "sinks": [dataclasses.asdict(sink) for sink in sinks],
@@ -59,18 +59,18 @@ def write_results(
         "job": facts,
     }
     if job.report_dir is None:
-        return build_report(records, **given), ""
+        return build_report(records, **arguments), ""
     try:
-        report = write_report(records, job.report_dir, has_events=has_events, **given)
+        report = write_report(records, job.report_dir, has_events=has_events, **arguments)
         write_plan(records, plan, job.report_dir / "plan.json")
         if facts is not None:
             note(facts)
         if job.page and _can_draw():
             write_page(job.report_dir)
     except OSError as error:
-        return build_report(records, **given), f"cannot write {error.filename or job.report_dir}: {error.strerror}"
+        return build_report(records, **arguments), f"cannot write {error.filename or job.report_dir}: {error.strerror}"
     except ConfigError as error:  # not an error in the command line of the run
-        return build_report(records, **given), str(error)
+        return build_report(records, **arguments), str(error)
     return report, ""
 
 

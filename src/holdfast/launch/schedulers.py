@@ -60,14 +60,14 @@ def read_scheduler(
     """
     if given.get("hosts") is not None:
         return Scheduled({})  # one launcher starts the workers of all hosts
-    found = _Found(env, given)
-    _read_kubeflow(found, cores, find_gpus)
-    _read_slurm(found)
-    _read_kubernetes(found)
-    return found.result()
+    options = _Options(env, given)
+    _read_kubeflow(options, cores, find_gpus)
+    _read_slurm(options)
+    _read_kubernetes(options)
+    return options.result()
 
 
-class _Found:
+class _Options:
     """Options found so far, with their sources."""
 
     def __init__(self, env: Mapping[str, str], given: Mapping[str, Any]) -> None:
@@ -109,39 +109,39 @@ class _Found:
         elif values and "fabric" not in self.given:
             values["fabric"], sources["fabric"] = "gloo", "for several nodes"
         words = [f"--{name.replace('_', '-')} {value} ({sources[name]})" for name, value in values.items()]
-        said = f"taken from the scheduler: {', '.join(words)}" if words else ""
+        message = f"taken from the scheduler: {', '.join(words)}" if words else ""
         if self.num_nodes == 1 and self.env.get("JOB_COMPLETION_INDEX", "0") != "0" and "node_rank" not in self.given:
             index = self.env["JOB_COMPLETION_INDEX"]
             alone = f"JOB_COMPLETION_INDEX={index} is not used: without --nnodes this is a job of its own"
-            said = f"{said}; {alone}" if said else alone
-        return Scheduled(values, said)
+            message = f"{message}; {alone}" if message else alone
+        return Scheduled(values, message)
 
 
-def _read_kubeflow(found: _Found, cores: int, find_gpus: Callable[[], Sequence[str]]) -> None:
-    found.offer("nnodes", ["PET_NNODES"], lambda: _nodes(found))
-    found.offer("node_rank", ["PET_NODE_RANK"], lambda: found.number("PET_NODE_RANK"))
-    found.offer("workers", ["PET_NPROC_PER_NODE"], lambda: _workers(found, cores, find_gpus))
-    found.offer("max_restarts", ["PET_MAX_RESTARTS"], lambda: found.number("PET_MAX_RESTARTS"))
-    if found.num_nodes > 1:
-        found.offer("rdzv", ["PET_RDZV_ENDPOINT"], lambda: _rendezvous(found, found.env["PET_RDZV_ENDPOINT"]))
+def _read_kubeflow(options: _Options, cores: int, find_gpus: Callable[[], Sequence[str]]) -> None:
+    options.offer("nnodes", ["PET_NNODES"], lambda: _nodes(options))
+    options.offer("node_rank", ["PET_NODE_RANK"], lambda: options.number("PET_NODE_RANK"))
+    options.offer("workers", ["PET_NPROC_PER_NODE"], lambda: _workers(options, cores, find_gpus))
+    options.offer("max_restarts", ["PET_MAX_RESTARTS"], lambda: options.number("PET_MAX_RESTARTS"))
+    if options.num_nodes > 1:
+        options.offer("rdzv", ["PET_RDZV_ENDPOINT"], lambda: _rendezvous(options, options.env["PET_RDZV_ENDPOINT"]))
         address = ["PET_MASTER_ADDR", "PET_MASTER_PORT"]
-        found.offer("rdzv", address, lambda: _rendezvous(found, ":".join(found.env[each] for each in address)))
+        options.offer("rdzv", address, lambda: _rendezvous(options, ":".join(options.env[each] for each in address)))
 
 
-def _nodes(found: _Found) -> int:
-    least, _, most = found.env["PET_NNODES"].partition(":")
+def _nodes(options: _Options) -> int:
+    least, _, most = options.env["PET_NNODES"].partition(":")
     if most and most != least:
         raise ConfigError(
-            f"PET_NNODES={found.env['PET_NNODES']} is a range, and a job begins on a fixed number of nodes: give --nnodes"
+            f"PET_NNODES={options.env['PET_NNODES']} is a range, and a job begins on a fixed number of nodes: give --nnodes"
         )
     if not (_NUMBER.fullmatch(least) and int(least) >= 1):
-        raise ConfigError(f"PET_NNODES must be a whole number, at least 1, got {found.env['PET_NNODES']!r:.80}")
+        raise ConfigError(f"PET_NNODES must be a whole number, at least 1, got {options.env['PET_NNODES']!r:.80}")
     return int(least)
 
 
-def _workers(found: _Found, cores: int, find_gpus: Callable[[], Sequence[str]]) -> int:
+def _workers(options: _Options, cores: int, find_gpus: Callable[[], Sequence[str]]) -> int:
     """Return the workers of this node; the words mean what they mean to torchrun."""
-    text = found.env["PET_NPROC_PER_NODE"]
+    text = options.env["PET_NPROC_PER_NODE"]
     if text == "cpu":
         return cores
     if text in ("auto", "gpu"):
@@ -149,15 +149,15 @@ def _workers(found: _Found, cores: int, find_gpus: Callable[[], Sequence[str]]) 
         if text == "gpu" and not gpus:
             raise ConfigError("PET_NPROC_PER_NODE=gpu asks for a worker for each GPU, and this node has none: give -n")
         return gpus or cores
-    return found.number("PET_NPROC_PER_NODE", least=1)
+    return options.number("PET_NPROC_PER_NODE", least=1)
 
 
-def _rendezvous(found: _Found, endpoint: str) -> str:
-    backend = found.env.get("PET_RDZV_BACKEND") or "c10d"
+def _rendezvous(options: _Options, endpoint: str) -> str:
+    backend = options.env.get("PET_RDZV_BACKEND") or "c10d"
     if backend in ("static", "c10d"):
         return f"holdfast://{with_port(endpoint)}"
     if backend in ("etcd", "etcd-v2"):
-        return f"etcd://{endpoint}/{found.env.get('PET_RDZV_ID') or 'holdfast'}"
+        return f"etcd://{endpoint}/{options.env.get('PET_RDZV_ID') or 'holdfast'}"
     raise ConfigError(f"PET_RDZV_BACKEND must be static, c10d, etcd or etcd-v2, got {backend!r}: or give --rdzv")
 
 
@@ -167,57 +167,57 @@ def with_port(endpoint: str) -> str:
     return endpoint if has_port else f"{endpoint}:{DEFAULT_PORT}"
 
 
-def _read_slurm(found: _Found) -> None:
-    step = read_step(found.env)
+def _read_slurm(options: _Options) -> None:
+    step = read_step(options.env)
     if step is None:
         return
-    is_placed = "nnodes" in found.given and ("node_rank" in found.given or found.given["nnodes"] == 1)
+    is_placed = "nnodes" in options.given and ("node_rank" in options.given or options.given["nnodes"] == 1)
     if step.num_tasks > step.num_nodes and not is_placed:
         nodes = f"{step.num_nodes} node{'s' if step.num_nodes > 1 else ''}"
         raise ConfigError(
             f"srun started {step.num_tasks} tasks on {nodes}, and each would start the workers of a node: "
             "use srun --ntasks-per-node=1, and give the workers of a node as -n"
         )
-    nodes_from = "SLURM_STEP_NUM_NODES" if found.env.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
-    found.offer("nnodes", [nodes_from], lambda: step.num_nodes)
-    if found.num_nodes > 1:
-        hosts_from = "SLURM_STEP_NODELIST" if found.env.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-        found.offer("node_rank", ["SLURM_NODEID"], lambda: step.node_id)
-        found.offer("rdzv", [hosts_from, "SLURM_JOB_ID"], lambda: _slurm_rendezvous(found, hosts_from, step))
+    nodes_from = "SLURM_STEP_NUM_NODES" if options.env.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+    options.offer("nnodes", [nodes_from], lambda: step.num_nodes)
+    if options.num_nodes > 1:
+        hosts_from = "SLURM_STEP_NODELIST" if options.env.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+        options.offer("node_rank", ["SLURM_NODEID"], lambda: step.node_id)
+        options.offer("rdzv", [hosts_from, "SLURM_JOB_ID"], lambda: _slurm_rendezvous(options, hosts_from, step))
 
 
-def _slurm_rendezvous(found: _Found, hosts_from: str, step: SlurmStep) -> str:
+def _slurm_rendezvous(options: _Options, hosts_from: str, step: SlurmStep) -> str:
     """Return the first node, or the first three if there are as many: then any of them may be lost."""
     names = [step.first_host]
-    if found.num_nodes >= _HUBS:
+    if options.num_nodes >= _HUBS:
         with contextlib.suppress(ValueError):  # a list that cannot be read has a first host in any case
-            first = list(itertools.islice(hosts(found.env[hosts_from]), _HUBS))
+            first = list(itertools.islice(hosts(options.env[hosts_from]), _HUBS))
             names = first if len(set(first)) == _HUBS else names
     return "holdfast://" + ",".join(f"{name}:{step.port}" for name in names)
 
 
-def _read_kubernetes(found: _Found) -> None:
-    if found.num_nodes == 1:
+def _read_kubernetes(options: _Options) -> None:
+    if options.num_nodes == 1:
         return
-    found.offer("node_rank", ["JOB_COMPLETION_INDEX"], lambda: _pod(found))
-    found.offer("left_code", ["JOB_COMPLETION_INDEX"], lambda: STARTED_AGAIN)
+    options.offer("node_rank", ["JOB_COMPLETION_INDEX"], lambda: _pod(options))
+    options.offer("left_code", ["JOB_COMPLETION_INDEX"], lambda: STARTED_AGAIN)
     labels = ["JOBSET_NAME", "REPLICATED_JOB_NAME"]
 
     def coordinator() -> str:
-        jobset, job = (found.env[each] for each in labels)
+        jobset, job = (options.env[each] for each in labels)
         return f"holdfast://{jobset}-{job}-0-0.{jobset}:{DEFAULT_PORT}"
 
-    found.offer("rdzv", labels, coordinator)
+    options.offer("rdzv", labels, coordinator)
 
 
-def _pod(found: _Found) -> int:
+def _pod(options: _Options) -> int:
     """Return the number of this pod: in a JobSet, pods are counted over its replicated jobs."""
-    index = found.number("JOB_COMPLETION_INDEX")
-    if not found.env.get("JOB_INDEX"):
+    index = options.number("JOB_COMPLETION_INDEX")
+    if not options.env.get("JOB_INDEX"):
         return index
-    job = found.number("JOB_INDEX")
-    if job and not found.env.get("PROCESSES_IN_JOB"):
+    job = options.number("JOB_INDEX")
+    if job and not options.env.get("PROCESSES_IN_JOB"):
         raise ConfigError(
             f"JOB_INDEX={job} without PROCESSES_IN_JOB, the pods of each job, does not say which node this is: give --node-rank"
         )
-    return index if job == 0 else job * found.number("PROCESSES_IN_JOB", least=1) + index
+    return index if job == 0 else job * options.number("PROCESSES_IN_JOB", least=1) + index

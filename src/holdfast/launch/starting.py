@@ -121,7 +121,7 @@ class StartupMonitor:
         waited_s = 0.0 if has_begun else self._waited_s(signs, now_s, elsewhere=elsewhere)
         unconnected = [rank for rank, sign in signs.items() if not sign.phase or sign.phase in UNCONNECTED]
         late = [rank for rank, sign in signs.items() if sign.is_missing and rank not in self._given_up]
-        stuck = [found for rank in late if (found := self._stuck(rank, now_s, waited_s)) is not None]
+        stuck = [worker for rank in late if (worker := self._stuck(rank, now_s, waited_s)) is not None]
         lost = ""
         is_blamed = bool(late) or not self._given_up.isdisjoint(unconnected)  # or its end is not recorded yet
         if not (has_begun or is_blamed) and self._all_wait(unconnected, now_s):
@@ -131,7 +131,7 @@ class StartupMonitor:
                 lost = (
                     f"the workers were not connected within {self.timeout_s:g} s, although all of them had requested it"
                 )
-        self._given_up.update(found.rank for found in stuck)
+        self._given_up.update(worker.rank for worker in stuck)
         warning = "" if waited_s < WARN_AFTER_S and self._are_preparing(unconnected) else self._warning(late, now_s)
         return StartupFinding(stuck, lost, "" if has_begun else warning)
 

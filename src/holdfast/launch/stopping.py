@@ -131,14 +131,14 @@ class StopProcedure:
 
     def _all_are_to_stop(self) -> bool:
         """Return whether the whole job stops, not this node alone, as far as is known."""
-        others = self._run.others
-        if others is None:
+        peers = self._run.others
+        if peers is None:
             return self._is_needed()
         with contextlib.suppress(StoreLost):  # detected at the next check
-            others.post("stops", true=True)
-            if not others.is_stopping() and (others.is_host or others.all_posted("stops")):
-                others.ask_all_to_stop()
-        return others.is_stopping()
+            peers.post("stops", true=True)
+            if not peers.is_stopping() and (peers.is_host or peers.all_posted("stops")):
+                peers.ask_all_to_stop()
+        return peers.is_stopping()
 
     def _is_needed(self) -> bool:
         """Return whether no other node can continue without this launcher."""

@@ -40,9 +40,9 @@ class StragglerDetector:
         """Return each worker's time per slice, relative to the median of the others; 1 is equally fast."""
         taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
         return {
-            rank: seconds / median(others)
+            rank: seconds / median(peers)
             for rank, seconds in taken.items()
-            if (others := [s for other, s in taken.items() if other != rank])
+            if (peers := [s for other, s in taken.items() if other != rank])
         }
 
     def poll(self, positions: Mapping[int, BeaconPosition]) -> dict[int, float]:
@@ -50,7 +50,7 @@ class StragglerDetector:
 
         A reported worker must recover half of its excess before it can be reported again.
         """
-        found = {}
+        stragglers = {}
         for rank, score in self.scores(positions).items():
             if score < (1 + self.factor) / 2:
                 self._named.discard(rank)
@@ -60,8 +60,8 @@ class StragglerDetector:
             since = self._slow_since.setdefault(rank, positions[rank].step)
             if positions[rank].step - since >= _STEPS and rank not in self._named:
                 self._named.add(rank)
-                found[rank] = score
-        return found
+                stragglers[rank] = score
+        return stragglers
 
     def next_to_go(self, positions: Mapping[int, BeaconPosition], now_s: float) -> int | None:
         """Return the worker to replace now: the slowest reported one that is still slow, one in 30 s; or None."""

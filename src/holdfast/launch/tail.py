@@ -73,10 +73,10 @@ class RecordTail:
 
     def read(self) -> list[Record]:
         """Return the new records."""
-        records = [parse_record(line) for line in self._lines.read()]
-        found = [record for record in records if record is not None]
-        self.skipped += len(records) - len(found)
-        return found
+        lines = self._lines.read()
+        records = [record for line in lines if (record := parse_record(line)) is not None]
+        self.skipped += len(lines) - len(records)
+        return records
 
     def close(self) -> None:
         """Close the file."""

@@ -61,14 +61,14 @@ def find_target(word: str, args: Sequence[str], *, is_module: bool = False) -> T
 
 
 def _check_same_python(word: str) -> None:
-    found = shutil.which(word)
-    if found is None:
+    path = shutil.which(word)
+    if path is None:
         _refuse(f"there is no command {word!r}")
     ours = Path(sys.executable)
-    is_ours = os.path.samefile(found, ours) and os.path.samefile(Path(found).parent, ours.parent)
+    is_ours = os.path.samefile(path, ours) and os.path.samefile(Path(path).parent, ours.parent)
     if not is_ours:
         _refuse(
-            f"{word} is {found}, and holdfast runs workers with {ours}: give the script alone, or start holdfast with that Python"
+            f"{word} is {path}, and holdfast runs workers with {ours}: give the script alone, or start holdfast with that Python"
         )
 
 

@@ -191,13 +191,13 @@ def _have_children_end_with_us() -> None:
     The watcher adopts and ends all other children. For a fork in another thread, the kernel would signal when that
     thread ends; and a ``subprocess`` runs no Python between fork and exec in which it could be set up.
     """
-    worker, here = os.getpid(), threading.local()
+    worker, thread_data = os.getpid(), threading.local()
 
     def before() -> None:
-        here.is_main = threading.get_native_id() == worker
+        thread_data.is_main = threading.get_native_id() == worker
 
     def after_in_child() -> None:
-        if getattr(here, "is_main", False):
+        if getattr(thread_data, "is_main", False):
             die_with_parent(signal.SIGKILL, worker)
 
     os.register_at_fork(before=before, after_in_child=after_in_child)

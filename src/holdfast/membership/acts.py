@@ -72,11 +72,11 @@ class VoteKey:
 
 def vote_key(key: str) -> VoteKey | None:
     """Return what ``key`` says, None if it is not the key of a vote."""
-    found = _VOTE.fullmatch(key)
-    if found is None:
+    match = _VOTE.fullmatch(key)
+    if match is None:
         return None
-    rank = None if found["rank"] is None else int(found["rank"])
-    return VoteKey(found["act"], found["scope"], int(found["generation"]), not found["name"].isdecimal(), rank)
+    rank = None if match["rank"] is None else int(match["rank"])
+    return VoteKey(match["act"], match["scope"], int(match["generation"]), not match["name"].isdecimal(), rank)
 
 
 def encode_members(members: Iterable[int]) -> str:
@@ -129,8 +129,8 @@ def decide(votes: Mapping[int, RosterVote], dead: Collection[int], newcomers: Ca
     Raises:
         MixedVotes: if not all members take part in the same act.
     """
-    (act, *others) = dict.fromkeys(vote.act for vote in votes.values())
-    if others:
+    (act, *other_acts) = dict.fromkeys(vote.act for vote in votes.values())
+    if other_acts:
         raise MixedVotes(sorted(rank for rank, vote in votes.items() if vote.act != act))
     if act == "agree":
         return json.dumps(not dead and all(vote.flag for vote in votes.values()))
@@ -153,10 +153,10 @@ def parse_vote(text: str) -> RosterVote:
 def _loop(wish: str) -> int | None:
     """Return the training loop that a newcomer waits for."""
     try:
-        said = json.loads(wish)
+        request = json.loads(wish)
     except ValueError:
         return None
-    return said.get("loop") if isinstance(said, dict) else None
+    return request.get("loop") if isinstance(request, dict) else None
 
 
 def check_vote(key: str, value: str) -> None:
@@ -208,13 +208,13 @@ class Tally:
         if key.startswith(_DEAD) and (rank := key[len(_DEAD) :]).isdecimal():
             (self._dead.discard if value is None else self._dead.add)(int(rank))
             return self._decide(self._acts.values())
-        if found := _MEMBERS.fullmatch(key):
-            return self._note_members((found["scope"], int(found["generation"])), value)
-        if found := _JOIN.fullmatch(key):
-            waiting = self._joins.setdefault(found["scope"], {})
-            waiting.pop(int(found["rank"]), None)
+        if match := _MEMBERS.fullmatch(key):
+            return self._note_members((match["scope"], int(match["generation"])), value)
+        if match := _JOIN.fullmatch(key):
+            waiting = self._joins.setdefault(match["scope"], {})
+            waiting.pop(int(match["rank"]), None)
             if value is not None:
-                waiting[int(found["rank"])] = value
+                waiting[int(match["rank"])] = value
         return []
 
     def _note_vote(self, vote: VoteKey, value: str | None) -> list[tuple[str, str]]:
@@ -297,8 +297,8 @@ class NodeVotes:
 
     def note(self, key: str) -> None:
         """Forget the acts that ``key`` decides, once it exists."""
-        if found := _MEMBERS.fullmatch(key):
-            ended = f"{found['scope']}g/{int(found['generation']) - 1}/"
+        if match := _MEMBERS.fullmatch(key):
+            ended = f"{match['scope']}g/{int(match['generation']) - 1}/"
         elif key.endswith("/decision"):
             ended = key.removesuffix("decision")
         else:

@@ -55,11 +55,11 @@ class LineAuthenticator:
         keys = [
             keyed_hash(secret, purpose + both) for purpose in (b"proof of client", b"proof of hub", b"client", b"hub")
         ]
-        mine, other = (0, 1) if is_client else (1, 0)
-        self.proof = keys[mine].hex()
+        own_index, other_index = (0, 1) if is_client else (1, 0)
+        self.proof = keys[own_index].hex()
         """What proves to the other end that this one knows the token."""
-        self._other_proof = keys[other].hex()
-        self._send_key, self._receive_key = keys[2 + mine], keys[2 + other]
+        self._other_proof = keys[other_index].hex()
+        self._send_key, self._receive_key = keys[2 + own_index], keys[2 + other_index]
         self._sent = self._received = 0
 
     def is_proof(self, proof: object) -> bool:
@@ -90,10 +90,10 @@ def check_greeting(greeting: dict[str, Any]) -> None:
     """Raise :class:`HandshakeRefused` if this is not the first line of a client of this version."""
     version = greeting.get("hello")
     if version != HELLO:
-        known = (
+        detail = (
             f"protocol {version}, here {HELLO}: another version of Holdfast" if type(version) is int else "no client"
         )
-        raise HandshakeRefused(f"{_OTHER_VERSION} ({known})")
+        raise HandshakeRefused(f"{_OTHER_VERSION} ({detail})")
     if not is_nonce(greeting.get("nonce")):
         raise HandshakeRefused(_OTHER_VERSION)
 

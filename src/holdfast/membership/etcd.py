@@ -135,9 +135,9 @@ class EtcdStore(Store):
         if answer.get("succeeded"):
             self._catch_up(answer["header"]["revision"])
             return True
-        found = answer["responses"][0]["response_range"]["kvs"][0]
-        self._catch_up(found["mod_revision"])
-        return bool(found["value"] == pair["value"])  # our own value: the answer to the first attempt was lost
+        entry = answer["responses"][0]["response_range"]["kvs"][0]
+        self._catch_up(entry["mod_revision"])
+        return bool(entry["value"] == pair["value"])  # our own value: the answer to the first attempt was lost
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""

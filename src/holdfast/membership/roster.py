@@ -112,8 +112,8 @@ class Roster:
 
     def dead(self) -> tuple[int, ...]:
         """Return the members that are known to be dead."""
-        known = sorted(int(rank) for rank in self.store.under("dead/"))
-        return tuple(rank for rank in known if self._has_member(rank))
+        ranks = sorted(int(rank) for rank in self.store.under("dead/"))
+        return tuple(rank for rank in ranks if self._has_member(rank))
 
     def _has_member(self, rank: int) -> bool:
         at = bisect.bisect_left(self.members, rank)
@@ -137,21 +137,21 @@ class Roster:
 
         self.store.wait(is_over)
         self.store.delete(f"join/{self.rank}")
-        if (mine := self._my_generation()) is None:  # looked up again: admitted in the meantime
+        if (admission := self._my_generation()) is None:  # looked up again: admitted in the meantime
             return False
-        self._enter(*mine)
+        self._enter(*admission)
         return True
 
     def join_at_once(self) -> None:
         """Join the job, whose members admit newcomers in every shrink: make them shrink, and wait until admitted."""
         self.store.put(f"join/{self.rank}", json.dumps({"loop": 0}))
         revoked = -1
-        while (mine := self._my_generation()) is None:
+        while (admission := self._my_generation()) is None:
             newest = self._newest_after(revoked)
             self.store.create(f"g/{newest}/revoked", str(self.rank))  # an earlier shrink may have missed the request
             revoked = newest
         self.store.delete(f"join/{self.rank}")
-        self._enter(*mine)
+        self._enter(*admission)
 
     # -- acts
 
@@ -214,18 +214,18 @@ class Roster:
         """Return the decision that follows from the votes, None while a vote is missing, or where the store counts."""
         if self.store.counts_votes:
             return None
-        said = {int(rank): text for rank, text in self.store.under(prefix).items() if rank.isdecimal()}
+        texts = {int(rank): text for rank, text in self.store.under(prefix).items() if rank.isdecimal()}
         dead = self.dead()
-        if any(rank not in said and rank not in dead for rank in self.members):
+        if any(rank not in texts and rank not in dead for rank in self.members):
             return None
-        votes = {rank: parse_vote(text) for rank, text in said.items()}
+        votes = {rank: parse_vote(text) for rank, text in texts.items()}
         try:
             return decide(votes, dead, self.newcomers)
         except MixedVotes:
             self._stop_mixed(prefix, act, sorted(rank for rank, vote in votes.items() if vote.act != act))
 
-    def _stop_mixed(self, prefix: str, act: str, others: Sequence[int]) -> NoReturn:
-        raise InternalError(f"worker {self.rank} is in {act}, workers {list(others)} are not, in act {prefix}")
+    def _stop_mixed(self, prefix: str, act: str, workers: Sequence[int]) -> NoReturn:
+        raise InternalError(f"worker {self.rank} is in {act}, workers {list(workers)} are not, in act {prefix}")
 
     # -- generations
 
@@ -244,9 +244,9 @@ class Roster:
             self._check_reported()
             return max((number for number, _ in self._generations() if number > generation), default=None)
 
-        found = self.store.wait(newest)
-        assert found is not None
-        return found
+        successor = self.store.wait(newest)
+        assert successor is not None
+        return successor
 
     def _check_reported(self) -> None:
         """Raise ``VotedOut`` if this newcomer is reported dead: the members admit it no more, or have gone on without it."""
@@ -255,8 +255,8 @@ class Roster:
 
     def _generations(self) -> list[tuple[int, str]]:
         """Return the numbers of the generations that are known, and the texts of their members."""
-        known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
-        return [(int(key.partition("/")[0]), members) for key, members in known.items()]
+        texts = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
+        return [(int(key.partition("/")[0]), members) for key, members in texts.items()]
 
     def _forget(self, generation: int) -> None:
         """Remove the keys of a generation that no member is in; of the first one, its members stay.

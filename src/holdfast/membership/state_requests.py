@@ -31,9 +31,9 @@ class StreamSecrets:
         self._key = keyed_hash(key, b"headers of the sender")
         self._number = 0
 
-    def next_mac(self, said: bytes | bytearray) -> bytes:
+    def next_mac(self, data: bytes | bytearray) -> bytes:
         """Return the MAC of the next length of a header, or of the header itself: the two alternate."""
-        mac = keyed_hash(self._key, self._number.to_bytes(8, "big") + said)
+        mac = keyed_hash(self._key, self._number.to_bytes(8, "big") + data)
         self._number += 1
         return mac
 
@@ -92,8 +92,8 @@ class StateRequests:
         self._looked_at = version
         requests = [StateRequest(**json.loads(text)) for text in self._store.under("state-for/").values()]
         dead = self.dead()
-        mine = [r for r in requests if r.giver == self._rank and r.loop == loop and r.newcomer not in dead]
-        new = [request for request in mine if request not in self._taken]
+        own_requests = [r for r in requests if r.giver == self._rank and r.loop == loop and r.newcomer not in dead]
+        new = [request for request in own_requests if request not in self._taken]
         self._taken.update(new)
         return new
 

@@ -206,7 +206,7 @@ class Store(ABC):
         with self._changed:
             self._waiting.append(ready)
             try:
-                while (found := ready()) is None:
+                while (result := ready()) is None:
                     if self._lost:
                         raise StoreLost(self._lost)
                     left_s = None if ends_s is None else ends_s - time.monotonic()
@@ -215,7 +215,7 @@ class Store(ABC):
                     self._changed.wait(left_s)
             finally:
                 self._waiting.remove(ready)
-            return found
+            return result
 
     def _wake(self) -> None:
         """After a change, with the lock held: wake the threads that wait if one of them can continue."""

@@ -177,5 +177,5 @@ class BackwardOverlap:
 
 def _repeats_steps(strategy: str) -> bool:
     """Return whether a failure costs the step in progress and no more, and nothing of it is used."""
-    its = strategy_class(strategy)
-    return its.exact and not (its.continues_steps or its.needs_checkpoint or its.rebuilds)
+    cls = strategy_class(strategy)
+    return cls.exact and not (cls.continues_steps or cls.needs_checkpoint or cls.rebuilds)

@@ -54,17 +54,17 @@ class StepBuffers:
     """A forward pass must not change a larger buffer without a choice."""
 
     def __init__(self, model: nn.Module, choices: BufferChoices = {}, prefix: str = "") -> None:  # noqa: B006
-        found = {
+        places = {
             id(buffer): (f"{path}.{name}".lstrip("."), module, name, buffer)
             for path, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.numel() and not buffer.is_inference()
         }
-        chosen = {path: _chosen(f"{prefix}{path}", module, name, choices) for path, module, name, _ in found.values()}
-        is_sent = {path: b.numel() <= self.MAX_NUMEL or bool(chosen[path]) for path, _, _, b in found.values()}
-        sent = [place for place in found.values() if is_sent[place[0]]]
+        chosen = {path: _chosen(f"{prefix}{path}", module, name, choices) for path, module, name, _ in places.values()}
+        is_sent = {path: b.numel() <= self.MAX_NUMEL or bool(chosen[path]) for path, _, _, b in places.values()}
+        sent = [place for place in places.values() if is_sent[place[0]]]
         self._places = [(module, name, b) for _, module, name, b in sent]
-        self.constants = Constants(model, [p for p in found.values() if not is_sent[p[0]]], self.MAX_NUMEL)
+        self.constants = Constants(model, [p for p in places.values() if not is_sent[p[0]]], self.MAX_NUMEL)
         self._paths = [path for path, *_ in sent]
         self._choices = [chosen[path] or "mean" for path in self._paths]
         self._unnamed = {

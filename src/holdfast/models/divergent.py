@@ -36,14 +36,14 @@ class DivergentReplicas:
         self._optimizer = optimizer
         self._first: _State | None = None
         self._own: dict[int, _State] = {}
-        self._here: tuple[int, ...] = ()
+        self._local_ranks: tuple[int, ...] = ()
         self._now: _State
 
     def take(self, rank: int, here: Sequence[int]) -> None:
         """Give ``rank`` alone, among workers ``here``, the state in the model; a single worker owns it already."""
         if len(here) == 1:
             return
-        self._here = tuple(here)
+        self._local_ranks = tuple(here)
         if self._first is None:
             self._first = self._now = _State([p.data for p in self._parameters], self._optimizer.state)
         if rank not in self._own:
@@ -65,7 +65,7 @@ class DivergentReplicas:
     def rest(self, here: Sequence[int]) -> None:
         """Load the state of the lowest of ``here``, because none computes. States of other workers are discarded."""
         if self._first is not None and here:
-            self._here = tuple(here)
+            self._local_ranks = tuple(here)
             self._own = {rank: state for rank, state in self._own.items() if rank in here}
             self.enter(min(here))
 
@@ -80,8 +80,8 @@ class DivergentReplicas:
         if self._first is None:
             return [tuple(here)]
         alone: list[tuple[int, ...]] = [(rank,) for rank in here if rank in self._own]
-        others = tuple(rank for rank in here if rank not in self._own)
-        return [others, *alone] if others else alone
+        shared_ranks = tuple(rank for rank in here if rank not in self._own)
+        return [shared_ranks, *alone] if shared_ranks else alone
 
     def each(self) -> Iterator[int]:
         """Load each state into the model in turn, with copies of the current gradients; yield how many follow."""
@@ -89,23 +89,23 @@ class DivergentReplicas:
             yield 0
             return
         gradients = [parameter.grad for parameter in self._parameters]
-        groups = self.groups(self._here)
+        groups = self.groups(self._local_ranks)
         for number, group in enumerate(groups, 1):
             self.enter(group[0])
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may modify it
             yield len(groups) - number
-        self.enter(min(self._here))
+        self.enter(min(self._local_ranks))
 
     def of_each(self, here: Sequence[int], look: Callable[[], _Looked]) -> dict[int, _Looked]:
         """Return by worker the result of ``look`` with the state of that worker in the model."""
-        found: dict[int, _Looked] = {}
+        results: dict[int, _Looked] = {}
         for group in self.groups(here):
             self.enter(group[0])
-            found |= dict.fromkeys(group, look())
+            results |= dict.fromkeys(group, look())
         if self._first is not None:
             self.enter(min(here))
-        return found
+        return results
 
     def _enter(self, state: _State) -> None:
         if state is not self._now:

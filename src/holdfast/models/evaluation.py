@@ -48,9 +48,9 @@ class Evaluation:
         with self._evaluating(modules.values()):
             for first in range(0, len(self.sizes), at_once):
                 numbers = range(first, min(first + at_once, len(self.sizes)))
-                found = self._share(numbers, self._compute(numbers, modules))
+                metrics = self._share(numbers, self._compute(numbers, modules))
                 for number in numbers:
-                    for name, value in found[number].items():
+                    for name, value in metrics[number].items():
                         totals[name] = totals.get(name, 0.0) + value * self.sizes[number]
                 self.comm.barrier()  # all messages have been read, so their memory may be reused
                 self.mailbox.begin()
@@ -91,7 +91,7 @@ class Evaluation:
 
     def _compute(self, numbers: range, modules: dict[int, nn.Module]) -> dict[int, Figures]:
         """Return the metrics of the micro-batches whose last stage is computed on this worker."""
-        found: dict[int, Figures] = {}
+        metrics: dict[int, Figures] = {}
         last = self.parts.now.parts - 1
         kept: dict[int, torch.Tensor] = {}  # between two stages on this worker
         for number in numbers:
@@ -99,18 +99,18 @@ class Evaluation:
             for part in (part for part in range(last + 1) if chain[part] in self.comm.local_ranks):
                 device = self.parts.held[part].device
                 inputs: Sequence[Any] = on_device(self.load(number), device) if part in (0, last) else ()
-                given = inputs[0] if part == 0 else self._take(chain, number, part, kept).to(device)
+                stage_input = inputs[0] if part == 0 else self._take(chain, number, part, kept).to(device)
                 self.begin(number, part)
                 self.parts.held[part].own.enter(chain[part])
-                output = modules[part](given)
+                output = modules[part](stage_input)
                 if part == last:
                     loss, more = loss_of(self.model.loss, output, inputs[1:])
-                    found[number] = {name: float(value) for name, value in {**more, "loss": loss}.items()}
+                    metrics[number] = {name: float(value) for name, value in {**more, "loss": loss}.items()}
                 elif chain[part + 1] in self.comm.local_ranks:
                     kept[number] = output
                 else:
                     self.mailbox.send(chain[part + 1], output.contiguous())
-        return found
+        return metrics
 
     def _take(self, chain: tuple[int, ...], number: int, part: int, kept: dict[int, torch.Tensor]) -> torch.Tensor:
         giver = chain[part - 1]
@@ -118,9 +118,9 @@ class Evaluation:
 
     def _share(self, numbers: range, mine: dict[int, Figures]) -> dict[int, Figures]:
         """Return the metrics of all these micro-batches, sent by the workers of the last stages."""
-        found = dict(mine)
+        metrics = dict(mine)
         for teller in dict.fromkeys(self._chain(number)[-1] for number in numbers):
-            found |= dict(
+            metrics |= dict(
                 of_message(broadcast(self.mailbox, self.comm, teller, lambda: as_message(list(mine.items()))))
             )
-        return found
+        return metrics

@@ -58,9 +58,9 @@ class FlatParams:
         self._row = row
         self._parameters = list(part.model.parameters())
         if types := {p.dtype for p in self._parameters} - {row.dtype}:
-            others = ", ".join(sorted(str(t).removeprefix("torch.") for t in {row.dtype, *types}))
+            dtype_names = ", ".join(sorted(str(t).removeprefix("torch.") for t in {row.dtype, *types}))
             raise ConfigError(
-                f"mirror_every above 1 needs parameters of one dtype in each part of the model, got {others}"
+                f"mirror_every above 1 needs parameters of one dtype in each part of the model, got {dtype_names}"
             )
         self._of_optimizer: dict[str, torch.Tensor] = {}
 

@@ -114,7 +114,7 @@ class BucketLayout:
         """Whether each gradient has a version of its own, instead of one for all of the memory of a row."""
         self.copied: list[torch.Tensor] = []
         """Memory for gradients that may be modified, by bucket; empty until it is needed."""
-        self._given: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(self.layouts)
+        self._result_views: list[tuple[int, list[torch.Tensor]]] = [(-1, [])] * len(self.layouts)
 
     def __len__(self) -> int:
         """Return the number of buckets."""
@@ -269,13 +269,13 @@ class BucketLayout:
 
     def named(self, terms: SliceGradients) -> dict[str, torch.Tensor]:
         """Return the gradients of a slice by parameter name; what is altered there is altered in ``terms``."""
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         for bucket, views in zip(self.layouts, terms.views, strict=True):
             for i, place in enumerate(bucket.places):
                 if views[i] is NO_GRADIENT:
                     views[i] = torch.full_like(place.parameter, _NOTHING, requires_grad=False)
-                found[place.name] = views[i]
-        return found
+                gradients[place.name] = views[i]
+        return gradients
 
     def put_figures(
         self,
@@ -360,9 +360,9 @@ class BucketLayout:
 
     def _views_of(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the gradients in bucket ``i``, renewed when the result has moved to other memory."""
-        if self._given[i][0] != flat.data_ptr():
-            self._given[i] = (flat.data_ptr(), self.layouts[i].views(flat))
-        return self._given[i][1]
+        if self._result_views[i][0] != flat.data_ptr():
+            self._result_views[i] = (flat.data_ptr(), self.layouts[i].views(flat))
+        return self._result_views[i][1]
 
     def set_buffers(self, result: torch.Tensor, in_host: torch.Tensor, num_slices: int) -> None:
         """Set the model's buffers to their mean over the slices in ``result``, the result of the last bucket.
@@ -397,11 +397,11 @@ def _add_stack(stack: Sequence[torch.Tensor], size: int) -> None:
     tiles: Iterable[Sequence[torch.Tensor]] = [stack]
     if stack[0].numel() > size and all(tensor.is_contiguous() for tensor in stack):
         tiles = zip(*(tensor.view(-1).split(size) for tensor in stack), strict=True)
-    for first, *others in tiles:
-        if others:
-            total = others.pop()
-            while others:
-                total = others.pop() + total
+    for first, *rest in tiles:
+        if rest:
+            total = rest.pop()
+            while rest:
+                total = rest.pop() + total
             first.add_(total)
 
 

@@ -30,7 +30,7 @@ def memory_in_use(part: ModelPart, adds: OrderedAllReduce) -> dict[str, int]:
     Memory that has two purposes counts for the first of them.
     """
     room = adds.memory()
-    found: dict[str, Iterable[torch.Tensor]] = {
+    tensors_by_purpose: dict[str, Iterable[torch.Tensor]] = {
         "parameters": part.model.parameters(),
         "buffers": [*part.model.buffers(), *(tensor for _, tensor in part.buckets.buffers.initial())],
         "optimizer": _tensors(part.optimizer.state),
@@ -41,7 +41,7 @@ def memory_in_use(part: ModelPart, adds: OrderedAllReduce) -> dict[str, int]:
         "copies": part.buckets.copied,
     }
     seen: set[int] = set()
-    return {purpose: sum(_new_bytes(tensors, seen)) for purpose, tensors in found.items()}
+    return {purpose: sum(_new_bytes(tensors, seen)) for purpose, tensors in tensors_by_purpose.items()}
 
 
 def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]:

@@ -68,13 +68,15 @@ class ModelParallel(HashedParts, Trainable):
 
     def summary(self) -> PartsHeld:
         """Return what this worker holds of the model in its memory."""
-        placement, here = self.resident.now, self._comm.local_ranks
-        computes = sorted({part for _, part in placement.computed_by(here)})
+        placement, local_ranks = self.resident.now, self._comm.local_ranks
+        computes = sorted({part for _, part in placement.computed_by(local_ranks)})
         mirrors = sorted(set(self.resident.held) - set(computes))
         return PartsHeld(
             computes=tuple(computes),
             mirrors=tuple(mirrors),
-            backups=tuple(part for part, ranks in enumerate(placement.backups) if not set(ranks).isdisjoint(here)),
+            backups=tuple(
+                part for part, ranks in enumerate(placement.backups) if not set(ranks).isdisjoint(local_ranks)
+            ),
             computes_bytes=self.resident.bytes_of(computes),
             mirrors_bytes=self.resident.bytes_of(mirrors),
             copies_bytes=0 if self.backups is None else self.backups.bytes_held(),
@@ -104,11 +106,11 @@ class ModelParallel(HashedParts, Trainable):
             raise ConfigError(
                 f"{target} cannot be altered with all workers in one process and mirror_every > 1: leave it out"
             )
-        found: dict[str, torch.Tensor] = {}
+        named_tensors: dict[str, torch.Tensor] = {}
         for part in self.resident.now.held_by((rank,)):
             tensors = self.resident.held[part].tensors_of(target, rank, self._holders(part, here))
-            found |= {f"{self.prefix(part)}{name}": tensor for name, tensor in tensors.items()}
-        return found
+            named_tensors |= {f"{self.prefix(part)}{name}": tensor for name, tensor in tensors.items()}
+        return named_tensors
 
     def _holders(self, part: int, here: Sequence[int]) -> tuple[int, ...]:
         holders = self.resident.now.holders(part)
@@ -169,17 +171,17 @@ class ModelParallel(HashedParts, Trainable):
     def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
         """Return the processes that write a checkpoint: the lead, and the lowest holder of each part."""
         ranks = [comm.members[0], *self.resident.lowest_holders(comm.members)]
-        found = [next(process for process in comm.processes if rank in process) for rank in ranks]
-        return tuple(dict.fromkeys(found))
+        processes = [next(process for process in comm.processes if rank in process) for rank in ranks]
+        return tuple(dict.fromkeys(processes))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker saves: the parts of which it is the lowest holder; the lead adds the shared state."""
         assert self._job is not None
         comm = self._comm
-        mine = [
+        own_parts = [
             part for part, rank in enumerate(self.resident.lowest_holders(comm.members)) if rank in comm.local_ranks
         ]
-        parts = {"parts": self.resident.states(mine)}
+        parts = {"parts": self.resident.states(own_parts)}
         return parts | self.shared_state() if self._job.is_lead else parts
 
     def shared_state(self) -> dict[str, Any]:
@@ -191,10 +193,10 @@ class ModelParallel(HashedParts, Trainable):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Restore the shared state, if this session has the same objects."""
-        mine = self.shared_state().keys()
-        if mine != state.keys() - {"parts"}:
+        own_keys = self.shared_state().keys()
+        if own_keys != state.keys() - {"parts"}:
             raise CheckpointError(
-                f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(mine | {'parts'}))}"
+                f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(own_keys | {'parts'}))}"
             )
         for name, thing in self._shared().items():
             thing.load_state_dict(clone(state[name]))
@@ -210,12 +212,12 @@ class ModelParallel(HashedParts, Trainable):
         """Return by worker the sha256 of the complete model, and that over those of all parts and optimizer states."""
         if not any(held.own.differ for held in self.resident.held.values()):
             return dict.fromkeys(here, self._sha256s)
-        found = {}
+        digests = {}
         for rank in here:
             self.enter(rank)
-            found[rank] = self._sha256s_now()
+            digests[rank] = self._sha256s_now()
         self.rest(here)
-        return found
+        return digests
 
     def _sha256s_now(self) -> tuple[str, str]:
         """Return them for the worker that was entered last."""

@@ -67,8 +67,8 @@ class ModelPart:
     ) -> None:
         super().__init__()
         _check_layers(model)
-        mine = {id(p) for p in model.parameters()}
-        if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+        parameter_ids = {id(p) for p in model.parameters()}
+        if any(id(p) not in parameter_ids for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
                 "the optimizer has parameters that are not the model's; pass the session the model that they belong to"
             )
@@ -253,9 +253,9 @@ class ModelPart:
     def overflows(self) -> bool:
         """Return whether a mean gradient in the all-reduce results is not finite."""
         self.gradients.set_gradients(private=False)
-        found = any(not bool(gradient.isfinite().all()) for gradient in self._gradients())
+        has_overflow = any(not bool(gradient.isfinite().all()) for gradient in self._gradients())
         self._drop_gradients()
-        return found
+        return has_overflow
 
     def _drop_gradients(self) -> None:
         for i in range(self.num_buckets):

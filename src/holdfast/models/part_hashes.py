@@ -70,16 +70,16 @@ class PartFingerprint(Fingerprint):
 
     def everything(self) -> list[HashedState]:
         """See :meth:`Fingerprint.everything`; equal states of local ranks are returned once."""
-        found: list[HashedState] = []
+        states: list[HashedState] = []
         for part in range(self._parts):
             prefix = self._model.prefix(part) if part < self._split else ""
-            known: list[dict[str, str]] = []
+            unique_tensors: list[dict[str, str]] = []
             for rank, tensors in self._look(part, hash_tensors).items():
-                if tensors not in known:
-                    known.append(tensors)
+                if tensors not in unique_tensors:
+                    unique_tensors.append(tensors)
                     named = {f"{prefix}{path}": digest for path, digest in tensors.items()}
-                    found.append(HashedState(rank=rank, tensors=named, part=part, parts=self._parts))
-        return found
+                    states.append(HashedState(rank=rank, tensors=named, part=part, parts=self._parts))
+        return states
 
     def where(self, step: int) -> str:
         part, number = self._place(step)
@@ -104,10 +104,10 @@ class PartFingerprint(Fingerprint):
 
     def _look(self, part: int, look: Callable[[RotatingDigest], _Looked]) -> dict[int, _Looked]:
         """Return by local holder of a part the result of ``look`` for that worker's state."""
-        here = self._comm.local_ranks
+        local_ranks = self._comm.local_ranks
         if part == self._split:
             buffers = self._model.common_buffers() if self._is_certified else ()
-            return dict.fromkeys(here, look(RotatingDigest(nn.Module(), buffers=buffers)))
+            return dict.fromkeys(local_ranks, look(RotatingDigest(nn.Module(), buffers=buffers)))
         held = self._model.resident.held.get(part)
         if held is None:
             return {}
@@ -116,4 +116,4 @@ class PartFingerprint(Fingerprint):
             buffers = held.beside() if self._is_certified else ()
             digest = self._digests[held] = RotatingDigest(held.model, held.optimizer, buffers=buffers)
         holders = self._model.resident.now.holders(part)
-        return held.own.of_each([rank for rank in here if rank in holders], lambda: look(digest))
+        return held.own.of_each([rank for rank in local_ranks if rank in holders], lambda: look(digest))

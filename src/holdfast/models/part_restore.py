@@ -45,12 +45,12 @@ class PartRestorer:
         Raises:
             StateLost: if neither exists.
         """
-        found = self._in_memory(part) or self._on_disk(part) or self._initial_state(part)
-        if found is None:
+        result = self._in_memory(part) or self._on_disk(part) or self._initial_state(part)
+        if result is None:
             raise StateLost(
                 f"part {part} of the model is lost with its holders, without a checkpoint: the job must start over"
             )
-        source, restored = found
+        source, restored = result
         if self._job.settings.mirror_optimizer == "reset":
             restored.state["optimizer"]["state"] = {}
         self._go_on_with_schedule(restored.state)
@@ -59,12 +59,12 @@ class PartRestorer:
 
     def _record(self, part: int, source: str, restored: RestoredPart) -> None:
         ages, policy = restored.ages, self._job.settings.mirror_optimizer
-        known, counts = ages.unique(return_counts=True)
+        unique_ages, counts = ages.unique(return_counts=True)
         self._log.write(
             PartRestored(
                 part=part,
                 source=source,
-                ages=tuple(known.tolist()),
+                ages=tuple(unique_ages.tolist()),
                 blocks=tuple(counts.tolist()),
                 optimizer="saved" if policy == "kept" and restored.optimizer_age is None else policy,
                 optimizer_age=restored.optimizer_age,
@@ -115,8 +115,8 @@ class PartRestorer:
             return
         if "scheduler" in state:
             state["scheduler"] = clone(other.state_dict()["scheduler"])
-        for group, theirs in zip(state["optimizer"]["param_groups"], other.optimizer.param_groups, strict=False):
-            group["lr"] = clone(theirs["lr"])
+        for group, other_group in zip(state["optimizer"]["param_groups"], other.optimizer.param_groups, strict=False):
+            group["lr"] = clone(other_group["lr"])
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
         self._log.warn(f"skipped step {step}: {damage}")

@@ -95,7 +95,7 @@ class BucketReducer:
     def _alter_message(self, step: int, rank: int, number: int, bucket: int, owners: Mapping[int, int]) -> None:
         """Carry out planned flips in the terms that other workers read."""
         for due in self.faults.flips("message", step, rank, number):
-            mine = {number for number, owner in owners.items() if owner == rank}
-            message = self.part.gradients.message_of(bucket, mine, self.adds.shared_room)
+            own_slices = {number for number, owner in owners.items() if owner == rank}
+            message = self.part.gradients.message_of(bucket, own_slices, self.adds.shared_room)
             if message:  # a hot spare or standby has no terms
                 self.faults.carry_out(due, message)

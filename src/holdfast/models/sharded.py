@@ -56,7 +56,7 @@ class ShardedModel(ModelParallel):
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         check_device(model.module, "a Sharded model")
-        self._given = model
+        self._wrapper = model
         self._model = model.module
         self._parameters = dict(model.module.named_parameters())
         self._shards = [_Shard(names, []) for names in model.shard_names(model.shards or settings.workers)]
@@ -92,9 +92,10 @@ class ShardedModel(ModelParallel):
         """Return a shard with its initial parameters, or with memory for a received state."""
         shard = self._shards[part]
         if not shard.rows:
-            mine = [self._parameters[name] for name in shard.names]
+            parameters = [self._parameters[name] for name in shard.names]
             shard.rows = [
-                in_row([p for p in mine if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in mine)
+                in_row([p for p in parameters if p.dtype == dtype])
+                for dtype in dict.fromkeys(p.dtype for p in parameters)
             ]
         tree = _tree({name: self._parameters[name] for name in shard.names})
         return self._factories.part(ModelPart, "shard", tree, clip_grad_norm=None, checked=False)
@@ -133,9 +134,9 @@ class ShardedModel(ModelParallel):
         givers = [placement.holders(part)[0] for part in range(placement.parts)]
         for part, shard in enumerate(self._shards):  # send everything before waiting for anything
             if givers[part] in comm.local_ranks:
-                others = [rank for rank in comm.members if rank not in (*placement.holders(part), *comm.local_ranks)]
+                receivers = [rank for rank in comm.members if rank not in (*placement.holders(part), *comm.local_ranks)]
                 for row in shard.rows:
-                    self._mailbox.send(others, row)
+                    self._mailbox.send(receivers, row)
         for part, shard in enumerate(self._shards):
             if part not in self.resident.held:
                 parameters = [self._parameters[name] for name in shard.names]
@@ -181,7 +182,7 @@ class ShardedModel(ModelParallel):
                     self._parameters[name].data = self._parameters[name].data.clone()
         self._note_sha256s(self._model, self._gather_sha256s())
         if self._factories.average is not None:
-            self._given.averaged = self._gather_averages()
+            self._wrapper.averaged = self._gather_averages()
 
     def _gather_averages(self) -> nn.Module:
         comm, placement = self._comm, self.resident.now
@@ -203,11 +204,11 @@ class ShardedModel(ModelParallel):
         def say(part: int) -> torch.Tensor:
             return torch.frombuffer(bytearray(own[part].encode()), dtype=torch.uint8)
 
-        told = (
+        messages = (
             broadcast(self._mailbox, comm, placement.holders(part)[0], functools.partial(say, part))
             for part in range(placement.parts)
         )
-        return [message.numpy().tobytes().decode() for message in told]
+        return [message.numpy().tobytes().decode() for message in messages]
 
     # -- the complete state
 

@@ -87,8 +87,8 @@ class StageExecutor:
         self._work = _Work()
         for part in self._sums.keys() - self._resident.held.keys():
             self._sums.pop(part)[1].close()
-        for _, known in self._sums.values():
-            known.begin()
+        for _, allreduce in self._sums.values():
+            allreduce.begin()
         self.mailbox.begin()
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
@@ -140,15 +140,15 @@ class StageExecutor:
     def share_overflow(self) -> None:
         """If the loss is scaled, tell every worker whether some stage's gradient overflows: then all skip the step."""
         if self._scaling is not None and self._scaling.is_enabled:
-            mine = any(stage.overflows() for stage in self._resident.held.values())
-            self._scaling.skips = bool(self._comm.maximum((int(mine),))[0])
+            has_overflow = any(stage.overflows() for stage in self._resident.held.values())
+            self._scaling.skips = bool(self._comm.maximum((int(has_overflow),))[0])
 
     def share_norms(self) -> None:
         """Give every stage the norm of the complete gradient: the norm of the norms of the stages."""
         held = self._resident.held
-        mine = [held[part].norm() if part in held else 0.0 for part in range(self._resident.now.parts)]
+        norms = [held[part].norm() if part in held else 0.0 for part in range(self._resident.now.parts)]
         # Bit patterns of non-negative floats are ordered like their values, and NaN comes last.
-        bits = self._comm.maximum(torch.tensor(mine, dtype=torch.float64).abs().view(torch.int64).tolist())
+        bits = self._comm.maximum(torch.tensor(norms, dtype=torch.float64).abs().view(torch.int64).tolist())
         norm = torch.linalg.vector_norm(torch.tensor(bits).view(torch.float64))
         for stage in held.values():
             stage.norm_of_all = norm
@@ -157,24 +157,26 @@ class StageExecutor:
 
     def _my_work(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
         """Yield the (slice, stage) pairs that this worker computes, in order."""
-        placement, here = self._resident.now, self._comm.local_ranks
+        placement, local_ranks = self._resident.now, self._comm.local_ranks
         stages = range(placement.parts)
         for number in sorted(batch.owners):
             chain = chain_of(placement, batch, number)
             for part in reversed(stages) if back else stages:
-                if chain[part] in here:
+                if chain[part] in local_ranks:
                     yield number, part
 
     def _forward(self, batch: MiniBatch, seed: int, number: int, part: int, fetch: Callable[[int], Any]) -> None:
         stage, last = self._resident.held[part], part == self._resident.now.parts - 1
         targets: Sequence[Any] = ()
-        given = None
+        activation = None
         if part == 0 or last:
             first, *targets = on_device(checked(fetch(number)), stage.device)
         if part == 0:
             inputs = first
         else:
-            given = inputs = self._receive(batch, number, part - 1, part, back=False).to(stage.device).requires_grad_()
+            activation = inputs = (
+                self._receive(batch, number, part - 1, part, back=False).to(stage.device).requires_grad_()
+            )
         stage.buckets.buffers.lend(is_first=number == min(batch.owners))
         seed_slice(seed, batch.step, number, part)
         rank = chain_of(self._resident.now, batch, number)[part]
@@ -192,7 +194,7 @@ class StageExecutor:
         terms = stage.gradients.next_terms(self._sum_of(part).room)
         stage.buckets.put_figures(terms, metrics, samples)
         stage.gradients.terms[number] = terms
-        self._work.passed[number, part] = _Passed(given, output, terms)
+        self._work.passed[number, part] = _Passed(activation, output, terms)
 
     def _loss(self, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         loss, more = loss_of(self._model.loss, output, targets)
@@ -226,12 +228,12 @@ class StageExecutor:
             named = stage.buckets.named(passed.terms).items()
             self._faults.carry_out(due, {f"{part}.{name}": gradient for name, gradient in named})
 
-    def _handed(self, step: int, rank: int, part: int, given: torch.Tensor) -> torch.Tensor:
+    def _handed(self, step: int, rank: int, part: int, output: torch.Tensor) -> torch.Tensor:
         """Return the message to the next stage: the output, with any planned flip."""
         for due in self._faults.flips("handover", step, rank):
-            given = given.clone()
-            self._faults.carry_out(due, {f"{part}.output": given})
-        return given
+            output = output.clone()
+            self._faults.carry_out(due, {f"{part}.output": output})
+        return output
 
     # -- between stages
 
@@ -263,10 +265,10 @@ class StageExecutor:
     def _sum_of(self, part: int) -> OrderedAllReduce:
         """Return the all-reduce for the gradients of a stage, among its current holders."""
         holders = self._resident.now.holders(part)
-        known = self._sums.get(part)
-        if known is None or known[0] != holders:
+        entry = self._sums.get(part)
+        if entry is None or entry[0] != holders:
             size_bytes = self._resident.held[part].buckets.size_bytes
-            made = make_allreduce(
+            allreduce = make_allreduce(
                 Subgroup(self._comm, holders),
                 self._loops.order,
                 size_bytes,
@@ -274,12 +276,12 @@ class StageExecutor:
                 shared_bytes=self._settings.shared_bytes,
                 between_hosts=self._settings.between_hosts,
             )
-            made.keeps_terms = strategy_class(self._settings.strategy).continues_steps
-            if known is not None:
-                known[1].close()
-            known = self._sums[part] = (holders, made)
+            allreduce.keeps_terms = strategy_class(self._settings.strategy).continues_steps
+            if entry is not None:
+                entry[1].close()
+            entry = self._sums[part] = (holders, allreduce)
             self._resident.held[part].forget_room()
-        return known[1]
+        return entry[1]
 
 
 def chain_of(placement: Placement, batch: MiniBatch, number: int) -> tuple[int, ...]:

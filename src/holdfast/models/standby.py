@@ -120,10 +120,10 @@ class DeltaStandbys:
                     mailbox.send(backups, message, me=giver)
         comm.check_failures()  # a virtual worker may have failed just now, with everything that it sent
         for part, backups in enumerate(placement.backups):
-            mine = [rank for rank in backups if rank in comm.local_ranks]
+            receivers = [rank for rank in backups if rank in comm.local_ranks]
             giver = placement.holders(part)[0]
-            if mine:
-                self._receive(part, mine, lambda giver=giver, me=mine[0]: mailbox.receive(giver, me=me))  # type: ignore[misc]
+            if receivers:
+                self._receive(part, receivers, lambda giver=giver, me=receivers[0]: mailbox.receive(giver, me=me))  # type: ignore[misc]
         self._saved_with = placement
         for part, copy in self._copies.items():
             self._written.write(part, step, copy.state_dict)
@@ -155,8 +155,8 @@ class DeltaStandbys:
             saved = self._own[part][1].save(now, step)
             sent = saved.blocks, *saved.payload
             header["share"] = saved.share
-        said, packed = pack_state(rest)
-        header |= {"count": len(sent), "rest": said}
+        rest_header, packed = pack_state(rest)
+        header |= {"count": len(sent), "rest": rest_header}
         return [as_message(header), *packed.share(0, 1), *sent]
 
     # -- on a standby
@@ -184,8 +184,10 @@ class DeltaStandbys:
 
     def restore_written(self, part: int, step: int) -> RestoredPart | None:
         """Return the state of a part before ``step`` from disk; None if this job has written no intact copy."""
-        found = self._written.newest(part)
-        return None if found is None else self._restored(_Copy.from_state(found.state, found.step, self._saving), step)
+        checkpoint = self._written.newest(part)
+        if checkpoint is None:
+            return None
+        return self._restored(_Copy.from_state(checkpoint.state, checkpoint.step, self._saving), step)
 
     def _restored(self, copy: _Copy, step: int) -> RestoredPart:
         return copy.restore(step, keeps_optimizer=self._optimizer == "kept")

@@ -126,9 +126,11 @@ class StepGradients:
 
     def message_of(self, bucket: int, slices: Collection[int], shared: Room) -> dict[str, torch.Tensor]:
         """Return the terms of a bucket for some local slices, in the memory that other workers read: that in ``shared``."""
-        mine = {number: terms for number, terms in self.terms.items() if number in slices}
+        slice_terms = {number: terms for number, terms in self.terms.items() if number in slices}
         span = self._buckets.layouts[bucket].span
-        return {f"slices/{number}/buckets/{bucket}": span.of(shared(terms.row)) for number, terms in mine.items()}
+        return {
+            f"slices/{number}/buckets/{bucket}": span.of(shared(terms.row)) for number, terms in slice_terms.items()
+        }
 
     # -- all-reduces
 

@@ -208,9 +208,9 @@ def read_event_files(directory: Path, read: Callable[[Path], Iterable[_Read]]) -
     while True:
         files = event_files(directory)
         with contextlib.suppress(FileNotFoundError):  # renamed or removed since
-            found = [item for path in files for item in read(path)]
+            items = [item for path in files for item in read(path)]
             if event_files(directory) == files:  # else the newest was renamed meanwhile, and another one has its name
-                return found
+                return items
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:

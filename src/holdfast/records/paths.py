@@ -17,8 +17,8 @@ def events_path(report_dir: Path, number: int = 0) -> Path:
 
 def event_files(report_dir: Path) -> list[Path]:
     """Return the files of the records in a report directory, oldest first; none if it has none."""
-    found = {int(path.stem[7:]): path for path in report_dir.glob("events-*.jsonl") if path.stem[7:].isdecimal()}
-    in_order = [*(found[number] for number in sorted(found)), events_path(report_dir)]
+    files = {int(path.stem[7:]): path for path in report_dir.glob("events-*.jsonl") if path.stem[7:].isdecimal()}
+    in_order = [*(files[number] for number in sorted(files)), events_path(report_dir)]
     return [path for path in in_order if path.is_file()]
 
 

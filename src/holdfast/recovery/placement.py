@@ -170,11 +170,11 @@ def restorations(before: Placement, after: Placement, members: Collection[int]) 
         after: The new placement.
         members: The workers that are alive, ascending.
     """
-    found = []
+    results = []
     for part in before.lost(members):
         restorer = next((rank for rank in before.backups[part] if rank in members), after.holders(part)[0])
-        found.append(Restoration(part, restorer, tuple(rank for rank in after.holders(part) if rank != restorer)))
-    return tuple(found)
+        results.append(Restoration(part, restorer, tuple(rank for rank in after.holders(part) if rank != restorer)))
+    return tuple(results)
 
 
 def transfers(before: Placement, after: Placement, members: Collection[int]) -> tuple[PartTransfer, ...]:
@@ -185,12 +185,12 @@ def transfers(before: Placement, after: Placement, members: Collection[int]) -> 
         after: The new placement.
         members: The workers that are alive.
     """
-    found = []
+    moves = []
     for part in range(before.parts):
         givers = [rank for rank in before.holders(part) if rank in members]
         takers = [rank for rank in after.holders(part) if rank not in givers]
-        found += [PartTransfer(part, givers[i % len(givers)], taker) for i, taker in enumerate(takers) if givers]
-    return tuple(found)
+        moves += [PartTransfer(part, givers[i % len(givers)], taker) for i, taker in enumerate(takers) if givers]
+    return tuple(moves)
 
 
 def _empty(chains: list[list[int]]) -> Iterator[tuple[list[int], int]]:
@@ -234,11 +234,11 @@ def _with_standbys(
     for part in range(shape.parts):
         computing = {chain[part] for chain in chains}
         wanted = shape.copies_of(len(members)) - len(computing)
-        others = [rank for rank in members if rank not in computing]
-        others.sort(
+        candidates = [rank for rank in members if rank not in computing]
+        candidates.sort(
             key=lambda rank: (rank not in having[part], held[rank], (rank - min(computing)) % (max(members) + 1))
         )
-        chosen = others[: max(0, wanted)]
+        chosen = candidates[: max(0, wanted)]
         for rank in chosen:
             held[rank] += 1
         kept = [rank for rank in having[part] if rank in chosen]

@@ -163,8 +163,8 @@ class Protocol:
 
     def key(self) -> tuple[object, ...]:
         """Return everything that determines this worker's future actions: equal keys, equal futures."""
-        known = None if self._known is None else tuple(sorted((r, p) for r, p in self._known.progress.items()))
-        return (self._state, self._completed, self._computed, self._stopping, known, self._orders, self._strategy)
+        progress = None if self._known is None else tuple(sorted((r, p) for r, p in self._known.progress.items()))
+        return (self._state, self._completed, self._computed, self._stopping, progress, self._orders, self._strategy)
 
     @property
     def _sums(self) -> int:
@@ -310,8 +310,8 @@ class Protocol:
         assert self._known is not None
         step = self._common_step(newcomers)
         together = Progress(step * self._sums, computed=False, flags=Note.PLANNED | Note.LOST.when(self._is_lost()))
-        known = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
-        return SendState(step, newcomers), Agree(flag=True), AdoptState(step), *self._strategy.handle(known)
+        event = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
+        return SendState(step, newcomers), Agree(flag=True), AdoptState(step), *self._strategy.handle(event)
 
     def _is_lost(self) -> bool:
         assert self._known is not None
@@ -326,8 +326,8 @@ class Protocol:
         stops = tuple(order for order in orders if isinstance(order, SaveAndStop))
         if any(isinstance(order, LoadCheckpoint) for order in orders) or (stops and not lost):
             return orders
-        others = (order for order in orders if order not in stops)
-        return *others, MoveParts(restores=lost), Agree(flag=True), AdoptPlacement(), *stops
+        rest = (order for order in orders if order not in stops)
+        return *rest, MoveParts(restores=lost), Agree(flag=True), AdoptPlacement(), *stops
 
     def _common_step(self, newcomers: Collection[int]) -> int:
         """Return the step before which all workers stand that are not newcomers.
@@ -335,16 +335,16 @@ class Protocol:
         They admitted the newcomers only because all had committed the previous step, and have begun no step since.
         """
         assert self._known is not None
-        others = {p.completed for r, p in self._known.progress.items() if r not in newcomers}
-        if not others:
+        counts = {p.completed for r, p in self._known.progress.items() if r not in newcomers}
+        if not counts:
             raise JobError(
                 f"only newcomers are alive, {list(newcomers)}: no worker holds the training state, so it must be loaded from a checkpoint"
             )
-        if len(others) != 1 or min(others) < 0 or min(others) % self._sums:
+        if len(counts) != 1 or min(counts) < 0 or min(counts) % self._sums:
             raise InternalError(
                 f"newcomers {list(newcomers)} were admitted by workers that were not all between the same two steps: {self._known}"
             )
-        return min(others) // self._sums
+        return min(counts) // self._sums
 
     def _next_order(self) -> list[Action]:
         while self._orders:

@@ -35,8 +35,8 @@ def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], 
         check_keys(report, {"failures": list, **dict.fromkeys(_ALIKE, object)}, "report.json")
         lines = read_event_files(directory, complete_lines) or _text_of(events_path(directory)).splitlines()
         events = [json.loads(line) for line in lines]
-        found = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
-        losses = [found[step] for step in sorted(found)]
+        values = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
+        losses = [values[step] for step in sorted(values)]
     except (OSError, ConfigError, *_MALFORMED) as error:
         why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
         raise ConfigError(
@@ -85,10 +85,10 @@ def cost_against(
     about: dict[str, Any] = {"undisturbed": str(undisturbed), "iterations": None, "levels": [], "censored": 0}
     for window in windows:
         try:
-            found = levels(wanted, window, begin=struck)
+            loss_levels = levels(wanted, window, begin=struck)
         except ConfigError:
             continue
-        cost = iteration_cost(losses, wanted, found, window)
+        cost = iteration_cost(losses, wanted, loss_levels, window)
         mean = round(cost.iterations, 3)
-        return about | {"iterations": mean, "levels": found, "censored": cost.censored, "window": window}
+        return about | {"iterations": mean, "levels": loss_levels, "censored": cost.censored, "window": window}
     return about | {"window": None}

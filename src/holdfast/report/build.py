@@ -122,7 +122,7 @@ def _happenings(history: History) -> dict[str, Any]:
     return {
         "failures": [_failure(failure, history) for failure in history.failures],
         "joined": [_rounded(joining, "rank", "step", "t_s", "held_s") for joining in history.joined],
-        "reinitialised": [_reinitialised(said) for said in history.reinitialised],
+        "reinitialised": [_reinitialised(records) for records in history.reinitialised],
         "restored": [_restored(record) for record in history.restored],
         "parts_held": [_rounded(record, *_HELD) for record in history.parts_held],
         "optimizer_overlap": [_rounded(record, *_OVERLAP) for record in history.optimizer_overlapped],
@@ -171,11 +171,11 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
     names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale", "overlap_optimizer")
     more = ("steps_planned", "num_buckets", "parameters")
     first = starts[0] if starts else None
-    known = {name: getattr(first, name, None) for name in (*names, "seed", *more)} | {"seed": seed}
+    configuration = {name: getattr(first, name, None) for name in (*names, "seed", *more)} | {"seed": seed}
     unknown = ("slices", "split", "overlap_optimizer", "seed", *more) if history.is_distributed else ()
     if first is not None and not first.steps_planned:  # a stream ends when it ends
         unknown = (*unknown, "steps_planned")
-    return known | dict.fromkeys(unknown)
+    return configuration | dict.fromkeys(unknown)
 
 
 def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
@@ -202,13 +202,13 @@ def _unnoticed_s(failure: LostWorker, history: History) -> float | None:
     return None if since_s is None else _seconds(max(0.0, failure.known_s - since_s))
 
 
-def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:
+def _reinitialised(records: Sequence[Reinitialised]) -> dict[str, Any]:
     """Return the times of the slowest worker, for each phase."""
-    slowest = {name: max(getattr(one, name) for one in said) for name in ("snapshot_s", "rebuild_s", "load_s")}
+    slowest = {name: max(getattr(one, name) for one in records) for name in ("snapshot_s", "rebuild_s", "load_s")}
     return {
-        **_rounded(said[0], "step", "t_s"),
-        "workers": len(said),
-        **_rounded(said[0], "form", "source"),
+        **_rounded(records[0], "step", "t_s"),
+        "workers": len(records),
+        **_rounded(records[0], "form", "source"),
         **{name: _seconds(value) for name, value in slowest.items()},
     }
 
@@ -244,8 +244,8 @@ def _guard(history: History) -> dict[str, Any]:
 
 
 def _flip(record: ValuesAltered) -> dict[str, Any]:
-    told = _rounded(record, "fault", "rank", "step", "target", "count", "t_s")
-    return told | {"values": [dict(value) for value in record.values]}
+    fields = _rounded(record, "fault", "rank", "step", "target", "count", "t_s")
+    return fields | {"values": [dict(value) for value in record.values]}
 
 
 def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, int | None]:
@@ -263,10 +263,10 @@ def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, in
 
 
 def _lost(history: History) -> list[dict[str, Any]]:
-    said = ((r.step, r.epoch, r.ids, r.buckets) for r in history.of(SamplesLost))
+    losses = ((r.step, r.epoch, r.ids, r.buckets) for r in history.of(SamplesLost))
     return [
         {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
-        for step, epoch, ids, buckets in dict.fromkeys(said)  # a new lead writes it again
+        for step, epoch, ids, buckets in dict.fromkeys(losses)  # a new lead writes it again
     ]
 
 

@@ -65,8 +65,8 @@ class CertifiedSteps:
         self._parts: dict[tuple[int, int], list[StateHashed]] = {}
         for record in self.records:
             if isinstance(record, StateHashed) and record.tensors:
-                known = self.wholes.get(record.step, {}) if record.parts else {}
-                self.wholes[record.step] = known | dict(record.tensors)
+                digests = self.wholes.get(record.step, {}) if record.parts else {}
+                self.wholes[record.step] = digests | dict(record.tensors)
                 if record.parts:
                     self._parts.setdefault((record.step, record.part), []).append(record)
 
@@ -81,11 +81,11 @@ class CertifiedSteps:
 
     def digests(self, step: int) -> dict[str, set[str]]:
         """Return the digests of all tensors before a step, by path: several for one in which its holders differ."""
-        found: dict[str, set[str]] = {}
+        digests: dict[str, set[str]] = {}
         for tensors in [holder.tensors for holder in self.holders(step)] or [self.wholes.get(step, {})]:
             for path, digest in tensors.items():
-                found.setdefault(path, set()).add(digest)
-        return found
+                digests.setdefault(path, set()).add(digest)
+        return digests
 
     def _why_none(self) -> str:
         if not self.lines:
@@ -120,8 +120,8 @@ class CertifiedSteps:
 
     def check(self) -> list[CertificateFinding]:
         """Return where lines were altered, dropped or repeated, in the order of steps; empty if all links hold."""
-        found = [*self._repeated(), *self._broken(), *self._missing_end(), *self._other_wholes()]
-        return sorted(found, key=lambda finding: finding.step)
+        findings = [*self._repeated(), *self._broken(), *self._missing_end(), *self._other_wholes()]
+        return sorted(findings, key=lambda finding: finding.step)
 
     def _repeated(self) -> Iterator[CertificateFinding]:
         """Yield lines of one worker about a step that it had already committed and that was not rolled back."""
@@ -175,38 +175,38 @@ class CertifiedSteps:
         ):
             return ""
         numbers = (number_of_tensors(records[-1].tensors) for records in of_parts.values())
-        said = [said for number in numbers for said in fold_part([number])]
-        return f"{digest_of_parts(said):016x}"
+        folds = [fold for number in numbers for fold in fold_part([number])]
+        return f"{digest_of_parts(folds):016x}"
 
     def twice(self) -> list[CertificateFinding]:
         """Return the steps that were committed again with different results; the last time counts.
 
         The reason is a rollback from a corrupt state, or otherwise training that is not deterministic.
         """
-        found = []
+        findings = []
         for step, lines in sorted(self.lines.items()):
             if len({line.link for line in lines}) > 1:
                 last, odd = lines[-1], next(line for line in lines if line.link != lines[-1].link)
                 what = " and ".join(differing(odd, last)) or "history"
-                found.append(
+                findings.append(
                     CertificateFinding(step=step, what=f"step {step} was committed again, with different {what}")
                 )
-        return found
+        return findings
 
     def check_workers(self) -> list[CertificateFinding]:
         """Return the workers whose history differs from the recorded one, each with the first step that shows it."""
         agreed: dict[int, int] = {}
-        found: dict[int, CertificateFinding] = {}
+        findings: dict[int, CertificateFinding] = {}
         for record in self.records:
-            if not isinstance(record, StateHashed | Finished) or not record.link or record.rank in found:
+            if not isinstance(record, StateHashed | Finished) or not record.link or record.rank in findings:
                 continue
             if record.link in (self.before(record.step) or {record.link}):
                 agreed[record.rank] = record.step
                 continue
             since = agreed.get(record.rank, self.first)
             what = f"worker {record.rank} had a state that differs from the records, since some step from {since} to {record.step - 1}"
-            found[record.rank] = CertificateFinding(step=since, what=what)
-        return [*found.values(), *self._other_holders(), *self._other_ends()]
+            findings[record.rank] = CertificateFinding(step=since, what=what)
+        return [*findings.values(), *self._other_holders(), *self._other_ends()]
 
     def _other_holders(self) -> Iterator[CertificateFinding]:
         """Yield the steps before which holders of a part of a split model had different values in it."""
@@ -250,11 +250,11 @@ def _link(before: str, line: StepCommitted) -> str:
 
 def differing(one: StepCommitted, other: StepCommitted) -> list[str]:
     """Return the properties in which a step differs: ``samples``, ``state``, ``metrics``, in that order."""
-    found = []
+    properties = []
     if (one.epoch, one.samples, one.ids) != (other.epoch, other.samples, other.ids):
-        found.append("samples")
+        properties.append("samples")
     if (one.state, one.whole) != (other.state, other.whole):
-        found.append("state")
+        properties.append("state")
     if one.figures != other.figures:
-        found.append("metrics")
-    return found
+        properties.append("metrics")
+    return properties

@@ -64,8 +64,8 @@ def render_comparison(runs: Sequence[NamedRun]) -> str:
 def held_s(report: Mapping[str, Any]) -> float | None:
     """Return the seconds from each failure to the next new step, over all recoveries; None if one has no next step."""
     held = [[failure["recover_s"] for failure in group] for group in words.recoveries(report)]
-    known = [max(times) for times in held if None not in times]
-    return sum(known) if len(known) == len(held) else None
+    maxima = [max(times) for times in held if None not in times]
+    return sum(maxima) if len(maxima) == len(held) else None
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
@@ -78,12 +78,12 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 
 def _message(runs: Sequence[NamedRun]) -> str:
-    first, *others = runs
+    first, *other_runs = runs
     sha256 = first.report["replicas"]["sha256"]
     if sha256 is None:
         return f"Whether the runs ended with the bits of {first.name} is unknown"
-    same = [run.name for run in others if run.report["replicas"]["sha256"] == sha256]
-    rest = [run.name for run in others if run.name not in same]
+    same = [run.name for run in other_runs if run.report["replicas"]["sha256"] == sha256]
+    rest = [run.name for run in other_runs if run.name not in same]
     parts = [f"{words.listing(same)} ended with the bits of {first.name}"] if same else []
     parts += [f"{words.listing(rest)} did not{'' if same else f' end with the bits of {first.name}'}"] if rest else []
     return "; ".join(parts)

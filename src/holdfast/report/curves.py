@@ -89,12 +89,12 @@ def recent_mean(values: Points) -> float:
 
 def _series(history: History) -> dict[str, Points]:
     """Return each metric as (step, value); of a recomputed step the last value."""
-    found: dict[str, Points] = {}
+    series: dict[str, Points] = {}
     for step, record in history.steps.items():
         for name, value in record.metrics.items():
             if math.isfinite(value):
-                found.setdefault(name, []).append((step, value))
-    return found
+                series.setdefault(name, []).append((step, value))
+    return series
 
 
 def _chosen(metrics: Sequence[str]) -> list[str]:
@@ -207,12 +207,12 @@ def _seen(metric: str, runs: Mapping[str, Points]) -> str:
         (values,) = runs.values()
         last = f"{number(recent_mean(values))} on average in the last {min(RECENT, len(values))}"
         return f"{metric.capitalize()}: {number(values[0][1])} in the first mini-batch, {last}"
-    (first, wanted), *others = runs.items()
-    same = [name for name, values in others if values == wanted]
+    (first, wanted), *other_runs = runs.items()
+    same = [name for name, values in other_runs if values == wanted]
     parts = (
         [f"{listing(same)} {'has' if len(same) == 1 else 'have'} the {metric} of {first} in every step"] if same else []
     )
-    parts += [f"{name} {_parts(dict(values), dict(wanted))}" for name, values in others if name not in same]
+    parts += [f"{name} {_parts(dict(values), dict(wanted))}" for name, values in other_runs if name not in same]
     return "; ".join(parts)
 
 

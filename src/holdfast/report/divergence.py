@@ -118,11 +118,11 @@ def _tensors(one: CertifiedSteps, other: CertifiedSteps, step: int) -> tuple[int
 
 def _workers(one: CertifiedSteps, other: CertifiedSteps, step: int) -> tuple[int, ...]:
     """Return the holders of parts in the first run that had values before a step that no worker had in the second."""
-    known = other.digests(step)
+    digests = other.digests(step)
     odd = {
         r.rank
         for r in one.holders(step)
-        if any(digest not in known.get(path, ()) for path, digest in r.tensors.items())
+        if any(digest not in digests.get(path, ()) for path, digest in r.tensors.items())
     }
     return tuple(sorted(odd))
 
@@ -155,6 +155,6 @@ def different_settings(
 
 def _deciding_settings(started: RunStarted, job: Mapping[str, Any]) -> dict[str, Any]:
     strategy = "without loss" if strategy_class(started.strategy).exact else started.strategy
-    known = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.platform)
-    said = {"script": job["sha256"], "arguments": job["args"], **job["versions"]} if job else {}
-    return known | said
+    settings = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.platform)
+    program = {"script": job["sha256"], "arguments": job["args"], **job["versions"]} if job else {}
+    return settings | program

@@ -128,30 +128,30 @@ def headline(report: Mapping[str, Any]) -> str:
 def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
     """Return times and descriptions of events other than failures: workers that joined, left or were slow, changes."""
     one = worker(report)
-    found = [
+    events = [
         (r["t_s"], f"{one} {r['rank']} joined at step {r['step']}; the other workers waited {seconds(r['held_s'])}")
         for r in report.get("joined", ())
     ]
-    found += [
+    events += [
         (r["t_s"], f"{one} {r['rank']} left before step {r['step']}, after SIGTERM") for r in report.get("left", ())
     ]
-    found += [(r["t_s"], _reinitialised(r)) for r in report.get("reinitialised", ())]
-    found += [(r["t_s"], _restored(r)) for r in report.get("restored", ())]
-    found += [
+    events += [(r["t_s"], _reinitialised(r)) for r in report.get("reinitialised", ())]
+    events += [(r["t_s"], _restored(r)) for r in report.get("restored", ())]
+    events += [
         (r["t_s"], f"{one} {r['worker']} took the place of {one} {r['seat']} from step {r['step']} on")
         for r in report.get("seats_taken", ())
     ]
-    found += [(r["t_s"], _filled(r)) for r in report.get("seats_filled", ())]
+    events += [(r["t_s"], _filled(r)) for r in report.get("seats_filled", ())]
     slow: dict[int, list[Mapping[str, Any]]] = {}
     for r in report.get("stragglers", ()):
         slow.setdefault(r["rank"], []).append(r)
-    found += [(said[0]["t_s"], f"{one} {rank} was slow {_slow(said)}") for rank, said in slow.items()]
-    found += [(r["t_s"], _changed(r)) for r in report.get("changed", ())]
-    found += [(r["t_s"], action_line(r["action"], r["values"])) for r in report.get("actions", ())]
+    events += [(records[0]["t_s"], f"{one} {rank} was slow {_slow(records)}") for rank, records in slow.items()]
+    events += [(r["t_s"], _changed(r)) for r in report.get("changed", ())]
+    events += [(r["t_s"], action_line(r["action"], r["values"])) for r in report.get("actions", ())]
     guard = report.get("guard", {})
-    found += [(r["t_s"], _corrupt(r)) for r in guard.get("found", ())]
-    found += [(r["t_s"], _healed(r)) for r in guard.get("healed", ())]
-    return sorted(found)
+    events += [(r["t_s"], _corrupt(r)) for r in guard.get("found", ())]
+    events += [(r["t_s"], _healed(r)) for r in guard.get("healed", ())]
+    return sorted(events)
 
 
 def _filled(r: Mapping[str, Any]) -> str:
@@ -253,12 +253,12 @@ def _restored(r: Mapping[str, Any]) -> str:
     return f"part {r['part']} restored at step {r['step']} from {sources[r['source']]}: {count(r['blocks'], 'block')}, {old}{state}"
 
 
-def _slow(said: Sequence[Mapping[str, Any]]) -> str:
+def _slow(records: Sequence[Mapping[str, Any]]) -> str:
     """Return when a worker was found to be slow, and how slow it was."""
-    worst = max(said, key=lambda r: float(r["score"]))
-    if len(said) == 1:
+    worst = max(records, key=lambda r: float(r["score"]))
+    if len(records) == 1:
         return f"at step {worst['step']}: {slowness(worst['score'], worst['policy'])}"
-    return f"{len(said)} times, first at step {said[0]['step']}, most at step {worst['step']}: {slowness(worst['score'], worst['policy'])}"
+    return f"{len(records)} times, first at step {records[0]['step']}, most at step {worst['step']}: {slowness(worst['score'], worst['policy'])}"
 
 
 def slowness(score: float, policy: str) -> str:
@@ -315,17 +315,17 @@ def _what_was_done(failures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 def _joined_and_left(report: Mapping[str, Any]) -> str:
     joined, left, one = report.get("joined", ()), report.get("left", ()), worker(report)
-    said = []
+    events = []
     if len(joined) == 1:
-        said.append((joined[0]["t_s"], f"{one} {joined[0]['rank']} joined at step {joined[0]['step']}"))
+        events.append((joined[0]["t_s"], f"{one} {joined[0]['rank']} joined at step {joined[0]['step']}"))
     elif joined:
-        said.append((joined[0]["t_s"], f"{count(len(joined), one)} joined later"))
+        events.append((joined[0]["t_s"], f"{count(len(joined), one)} joined later"))
     if len(left) == 1:
         what = f"{one} {left[0]['rank']} left before step {left[0]['step']}, after SIGTERM"
-        said.append((left[0]["t_s"], what))
+        events.append((left[0]["t_s"], what))
     elif left:
-        said.append((left[0]["t_s"], f"{count(len(left), one)} left after SIGTERM"))
-    text = "; ".join(what for _, what in sorted(said))
+        events.append((left[0]["t_s"], f"{count(len(left), one)} left after SIGTERM"))
+    text = "; ".join(what for _, what in sorted(events))
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 

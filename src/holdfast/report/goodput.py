@@ -275,7 +275,7 @@ class TimeAccount:
 
     def _detect(self, record: Record) -> None:
         outage = self._outage
-        if outage is not None and any(said.rank == record.rank for said in outage.said):
+        if outage is not None and any(decision.rank == record.rank for decision in outage.said):
             self._resolve()  # the next failure, before others had decided about the last one
         if self._state == "training" and self._outage is None:
             self._outage = self._interrupted(record.t_s)
@@ -300,13 +300,13 @@ class TimeAccount:
 
     def _decide(self, record: Recovered) -> None:
         outage = self._outage
-        said = outage.said if outage is not None else []
-        is_next = record.generation > (said[0].generation if said else self._generation)
+        decisions = outage.said if outage is not None else []
+        is_next = record.generation > (decisions[0].generation if decisions else self._generation)
         is_heal = outage is not None and record.decision == "heal"  # needs no new communicator
-        is_of_last = not is_next and not (said and record.generation == said[0].generation) and not is_heal
+        is_of_last = not is_next and not (decisions and record.generation == decisions[0].generation) and not is_heal
         if self._state != "training" or is_of_last:
             return  # or written by a slow survivor, after the others resumed
-        if said and is_next:
+        if decisions and is_next:
             self._resolve()
             outage = None
         if outage is None:
@@ -322,12 +322,16 @@ class TimeAccount:
         outage, self._outage = self._outage, None
         if outage is None:
             return
-        said, parts = outage.said, outage.before
-        if said:
-            parts |= _split(self._elapse(said[-1].t_s), largest(record.times_s for record in said), outage.rebuilt)
-            counts = said[0].decision in ("continue", "grow") or not max(record.redone_steps for record in said)
+        decisions, parts = outage.said, outage.before
+        if decisions:
+            parts |= _split(
+                self._elapse(decisions[-1].t_s), largest(record.times_s for record in decisions), outage.rebuilt
+            )
+            counts = decisions[0].decision in ("continue", "grow") or not max(
+                record.redone_steps for record in decisions
+            )
             redone_s = self._count(outage.work_s, counts=counts)
-            redone_s += self._discard(max(record.step for record in said))
+            redone_s += self._discard(max(record.step for record in decisions))
         else:
             parts["agreement"] = self._elapse(to_s)
             redone_s = self._count(outage.work_s, counts=False)

@@ -87,9 +87,9 @@ class History:
 
     def workers_wanted(self, t_s: float) -> int:
         """Return the wanted number of workers at a time: the initial number, or the last one requested since."""
-        asked = self._workers_asked
-        number = bisect_right(asked, t_s, key=lambda change: change.t_s)
-        return int(asked[number - 1].value) if number else len(self.started)
+        requests = self._workers_asked
+        number = bisect_right(requests, t_s, key=lambda change: change.t_s)
+        return int(requests[number - 1].value) if number else len(self.started)
 
     @cached_property
     def _workers_asked(self) -> list[SettingChanged]:
@@ -98,8 +98,8 @@ class History:
     @cached_property
     def changes(self) -> list[SettingChanged]:
         """Changes to the running job, each once although every worker records it, and again after a restart."""
-        said = {(record.step, record.name, record.value): record for record in reversed(self.of(SettingChanged))}
-        return sorted(said.values(), key=lambda record: record.t_s)
+        records = {(record.step, record.name, record.value): record for record in reversed(self.of(SettingChanged))}
+        return sorted(records.values(), key=lambda record: record.t_s)
 
     @property
     def reinitialised(self) -> list[list[Reinitialised]]:

@@ -154,9 +154,9 @@ def _spent(goodput: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _slowest(failures: Sequence[Mapping[str, Any]], key: str, what: str) -> tuple[str, str, str]:
-    known = [f[key] for f in failures if f[key] is not None]
-    note = "from the fault" if len(known) < 2 else f"the slowest of {len(known)}"
-    return words.seconds(max(known, default=None)), what, note
+    values = [f[key] for f in failures if f[key] is not None]
+    note = "from the fault" if len(values) < 2 else f"the slowest of {len(values)}"
+    return words.seconds(max(values, default=None)), what, note
 
 
 def _finished(report: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -129,12 +129,12 @@ def iteration_cost(disturbed: ArrayLike, undisturbed: ArrayLike, at: Sequence[fl
     Raises:
         ConfigError: if there is no level, or the undisturbed run does not reach one.
     """
-    mine, theirs = trailing_mean(disturbed, window), trailing_mean(undisturbed, window)
-    counts = [(float(crossing(mine, level)), float(crossing(theirs, level))) for level in at]
+    means, base_means = trailing_mean(disturbed, window), trailing_mean(undisturbed, window)
+    counts = [(float(crossing(means, level)), float(crossing(base_means, level))) for level in at]
     if not counts or not all(math.isfinite(count) for _, count in counts):
         raise ConfigError(
-            f"the undisturbed run must reach every level; it ends at {theirs.min():.6g}, the levels are {list(at)}"
+            f"the undisturbed run must reach every level; it ends at {base_means.min():.6g}, the levels are {list(at)}"
         )
-    end = len(mine) - 1.0
+    end = len(means) - 1.0
     costs = [min(count, end) - base for count, base in counts]
     return IterationCost(iterations=sum(costs) / len(costs), censored=sum(math.isinf(count) for count, _ in counts))

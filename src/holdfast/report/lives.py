@@ -215,7 +215,7 @@ class JobLife:
         for seen in self.of(FailureSeen):
             seen_by.setdefault(seen.rank, []).append(seen)
         recovered_s: dict[int, float] = {}
-        return [_recovery(said, seen_by, recovered_s) for _, said in sorted(by_generation.items())]
+        return [_recovery(decisions, seen_by, recovered_s) for _, decisions in sorted(by_generation.items())]
 
     def at_last_gate(self, *, any_step: bool = False) -> dict[int, Finished]:
         """Return by rank the workers that passed the last gate of this life and lived on: see :func:`at_last_gate`."""
@@ -280,24 +280,24 @@ def at_last_gate(
 
 
 def _recovery(
-    said: Sequence[Recovered], seen_by: Mapping[int, Sequence[FailureSeen]], recovered_s: dict[int, float]
+    decisions: Sequence[Recovered], seen_by: Mapping[int, Sequence[FailureSeen]], recovered_s: dict[int, float]
 ) -> Recovery:
     """Return a decision with the failures that it is about; ``recovered_s`` is when each survivor decided before."""
     seen: list[FailureSeen] = []
-    for record in said:
+    for record in decisions:
         # A survivor may detect the next failure before others have decided about this one, so use its own clock.
         since_s = recovered_s.get(record.rank, float("-inf"))
-        seen += [found for found in seen_by.get(record.rank, ()) if since_s < found.t_s <= record.t_s]
+        seen += [failure for failure in seen_by.get(record.rank, ()) if since_s < failure.t_s <= record.t_s]
         recovered_s[record.rank] = record.t_s
-    return Recovery(said=tuple(said), seen=tuple(sorted(seen, key=lambda r: r.t_s)))
+    return Recovery(said=tuple(decisions), seen=tuple(sorted(seen, key=lambda r: r.t_s)))
 
 
 N = TypeVar("N", int, float)
 
 
-def largest(said: Iterable[Mapping[str, N]]) -> dict[str, N]:
+def largest(mappings: Iterable[Mapping[str, N]]) -> dict[str, N]:
     """Return for each name the largest value in any of the mappings."""
     largest: dict[str, N] = {}
-    for one in said:
+    for one in mappings:
         largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}
     return largest

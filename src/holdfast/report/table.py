@@ -112,11 +112,11 @@ def _iteration_cost(cost: Mapping[str, Any] | None) -> str:
 def _parts_held(held: Mapping[str, Any]) -> str:
     """Return which parts of a split model a worker held in its memory."""
     kinds = (("computes", "computes_bytes", "parts"), ("mirrors", "mirrors_bytes", "standbys of"))
-    said = [f"{what} {listing(held[key])} ({size(held[key_bytes])})" for key, key_bytes, what in kinds if held[key]]
+    phrases = [f"{what} {listing(held[key])} ({size(held[key_bytes])})" for key, key_bytes, what in kinds if held[key]]
     if held["copies_bytes"]:
         of = f" of {listing(held['backups'])}" if held["backups"] else ""
-        said.append(f"delta standbys{of} ({size(held['copies_bytes'])})")
-    return f"worker {held['rank']} held {listing(said) or 'nothing'} of the model"
+        phrases.append(f"delta standbys{of} ({size(held['copies_bytes'])})")
+    return f"worker {held['rank']} held {listing(phrases) or 'nothing'} of the model"
 
 
 def _overlap_cost(workers: Sequence[Mapping[str, Any]]) -> str:

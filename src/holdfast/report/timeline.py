@@ -53,8 +53,8 @@ def stretches(history: History, end_s: float) -> Iterator[WorkSegment]:
     for life in history.lives:
         deaths = {f.rank: f.t_s for f in history.failures if _within(f.t_s, life)}
         for start in {r.rank: r for r in reversed(life.of(RunStarted))}.values():
-            said = (*life.of(Finished), *life.of(Left), *life.of(WorkerEnded))
-            ends = [r.t_s for r in said if r.rank == start.rank and r.t_s > start.t_s]
+            records = (*life.of(Finished), *life.of(Left), *life.of(WorkerEnded))
+            ends = [r.t_s for r in records if r.rank == start.rank and r.t_s > start.t_s]
             ends += [t for rank, t in deaths.items() if rank == start.rank and t > start.t_s]
             ends += [life.restart.t_s] if life.restart else []
             to_s = min(ends, default=end_s)
@@ -67,9 +67,9 @@ def _begins_work_s(history: History, life: JobLife, start: RunStarted) -> float:
     if start.rank in sorted(life.workers)[: history.workers_wanted(start.t_s)]:
         return start.t_s
     shares = (
-        said.t_s
-        for said in life.of(Recovered)
-        if start.rank in sorted(said.survivors)[: history.workers_wanted(said.t_s)]
+        record.t_s
+        for record in life.of(Recovered)
+        if start.rank in sorted(record.survivors)[: history.workers_wanted(record.t_s)]
     )
     return min(shares, default=math.inf)
 
@@ -272,8 +272,8 @@ def _draw_survivors(axes: Axes, history: History, failures: Sequence[LostWorker]
                 continue
             for seen in recovery.seen:
                 _mark(axes, seen.t_s, lanes[seen.rank], "o", style.SEEN)
-            for said in recovery.said:
-                _mark(axes, said.t_s, lanes[said.rank], "D", style.DECIDED)
+            for decision in recovery.said:
+                _mark(axes, decision.t_s, lanes[decision.rank], "D", style.DECIDED)
 
 
 def _mark(axes: Axes, t_s: float, lane: int, marker: str, color: str, *, size: float = 6) -> None:
@@ -297,13 +297,13 @@ def _marks_of_zoom(
 ) -> list[tuple[str, str]]:
     """Return the meanings of the marks, with the times of the first detection, last decision and next commit."""
     left, right = axes.get_xlim()
-    known = min((f.known_s for f in failures if f.known_s is not None and f.injected), default=None)
+    detection_s = min((f.known_s for f in failures if f.known_s is not None and f.injected), default=None)
     decided = failures[0].decided_s
     marks = [("✕ lost", style.DEATH)]
     if any(left <= fenced.t_s and fenced.t_s - fenced.silent_s <= right for fenced in history.of(WorkerFenced)):
         marks.append(("╌ no sign of life", style.DEATH))
     if failures[0].known_s is not None:
-        first = "" if known is None else f", the first after {seconds(known - zero_s)}"
+        first = "" if detection_s is None else f", the first after {seconds(detection_s - zero_s)}"
         marks.append((f"● detected{first}", style.SEEN))
     if decided is not None:
         took = seconds(decided - zero_s)

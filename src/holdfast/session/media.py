@@ -34,16 +34,16 @@ class Image:
     """
 
     def __init__(self, pixels: Any, layout: str | None = None) -> None:
-        given = _tensor(pixels)
-        if given.dtype != torch.uint8 and not given.is_floating_point():
-            raise ConfigError(f"the values of an image must be uint8, or floats from 0 to 1, got {given.dtype}")
-        self._pixels = _by_rows(given, layout)
+        tensor = _tensor(pixels)
+        if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
+            raise ConfigError(f"the values of an image must be uint8, or floats from 0 to 1, got {tensor.dtype}")
+        self._pixels = _by_rows(tensor, layout)
         if not self._pixels.numel():
-            raise ConfigError(f"an image must have pixels, got shape {tuple(given.shape)}")
+            raise ConfigError(f"an image must have pixels, got shape {tuple(tensor.shape)}")
         if self._pixels.numel() > MOST_BYTES:
             raise ConfigError(
                 f"an image may have at most {MOST_BYTES >> 20} MiB, one byte a channel, got"
-                f" {self._pixels.numel() / (1 << 20):.1f} MiB in shape {tuple(given.shape)}: log a smaller one"
+                f" {self._pixels.numel() / (1 << 20):.1f} MiB in shape {tuple(tensor.shape)}: log a smaller one"
             )
 
     def record(self, name: str, file: Path | None) -> Record:
@@ -85,12 +85,12 @@ class Histogram:
     """
 
     def __init__(self, values: Any, bins: int = 64) -> None:
-        given = _tensor(values)
-        if not given.numel() or given.is_complex():
-            raise ConfigError(f"a histogram needs real values, got shape {tuple(given.shape)} of {given.dtype}")
+        tensor = _tensor(values)
+        if not tensor.numel() or tensor.is_complex():
+            raise ConfigError(f"a histogram needs real values, got shape {tuple(tensor.shape)} of {tensor.dtype}")
         if not 1 <= bins <= MOST_BINS:
             raise ConfigError(f"bins must be from 1 to {MOST_BINS}, got {bins}")
-        self._values, self._bins = given, bins
+        self._values, self._bins = tensor, bins
 
     def record(self, name: str, file: Path | None) -> Record:
         """Return the record with the bins, without stamps; it needs no file."""

@@ -131,8 +131,7 @@ def check_device(module: nn.Module, what: str) -> None:
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
         if tensor.device.type not in DEVICES:
-            said = f"{what} must be on {' or '.join(DEVICES)}, got {name} on {tensor.device}: move it there"
-            raise ConfigError(said)
+            raise ConfigError(f"{what} must be on {' or '.join(DEVICES)}, got {name} on {tensor.device}: move it there")
         if tensor.device != named[0][1].device:
             raise ConfigError(
                 f"{what} must be on one device, got {named[0][0]} on {named[0][1].device} and {name} on {tensor.device}"

@@ -246,8 +246,8 @@ def _register(session: Session, schedulers: Sequence[Any], scaler: Any, more: Ma
 def _stepped(loop: PreparedLoop, optimizer: Any) -> Any:
     """Return the script's optimizers for the loop, in a list or tuple where they were given in one."""
     several = _several(optimizer)
-    found = [PreparedOptimizer(loop, one, number, len(several)) for number, one in enumerate(several)]
-    return type(optimizer)(found) if isinstance(optimizer, list | tuple) else found[0]
+    optimizers = [PreparedOptimizer(loop, one, number, len(several)) for number, one in enumerate(several)]
+    return type(optimizer)(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
 
 
 def _once(loop: PreparedLoop, scheduler: Any, scaler: Any, average: AveragedModel | None) -> Iterator[Any]:

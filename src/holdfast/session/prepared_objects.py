@@ -66,12 +66,12 @@ class OptimizerGroup(optim.Optimizer):
         groups = list(state_dict["param_groups"])
         for one, (first, own) in zip(self.optimizers, list(self._states()), strict=True):
             count = sum(len(group["params"]) for group in own["param_groups"])
-            mine, groups = groups[: len(own["param_groups"])], groups[len(own["param_groups"]) :]
+            own_groups, groups = groups[: len(own["param_groups"])], groups[len(own["param_groups"]) :]
             numbers = range(first, first + count)
             one.load_state_dict(
                 {
                     "state": {n - first: state_dict["state"][n] for n in numbers if n in state_dict["state"]},
-                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in mine],
+                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in own_groups],
                 }
             )
         self._share_groups()

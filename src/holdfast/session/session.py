@@ -375,10 +375,10 @@ class Session(OwnedLoops):
     def _declare(self, how: str) -> None:
         """Record which worker writes what the script writes, as far as this call says; each answer once."""
         job = self._connect()
-        said = WriterDeclared(how=how, is_lead=job.is_lead, in_loop=self._training)
-        if said not in self._declared:
-            self._declared.append(said)
-            job.log.write(said)
+        record = WriterDeclared(how=how, is_lead=job.is_lead, in_loop=self._training)
+        if record not in self._declared:
+            self._declared.append(record)
+            job.log.write(record)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:

@@ -77,8 +77,8 @@ class Admission:
         if not caught_up:
             return receive_state(comm, newcomers), caught_up
         has_state = self._catch_up is not None and comm.local_ranks[0] in caught_up
-        known = tensors_of({"now": {"replica": self._catch_up.state()}}) if self._catch_up and has_state else {}
-        state, info, self._sent_bytes = receive_difference(comm, newcomers, known)
+        tensors = tensors_of({"now": {"replica": self._catch_up.state()}}) if self._catch_up and has_state else {}
+        state, info, self._sent_bytes = receive_difference(comm, newcomers, tensors)
         return (state, info), caught_up
 
     def _caught_up(self, newcomers: tuple[int, ...]) -> tuple[int, ...]:
@@ -86,10 +86,10 @@ class Admission:
         if self._streams is None:
             return ()
         self._streams.end(newcomers)
-        mine = self._job.comm.local_ranks[0]
+        own_rank = self._job.comm.local_ranks[0]
         is_current = self._catch_up is not None and self._catch_up.settle(self._job.comm.members)
-        said = self._job.comm.maximum([int(rank == mine and is_current) for rank in newcomers])
-        return tuple(rank for rank, has_caught_up in zip(newcomers, said, strict=True) if has_caught_up)
+        flags = self._job.comm.maximum([int(rank == own_rank and is_current) for rank in newcomers])
+        return tuple(rank for rank, has_caught_up in zip(newcomers, flags, strict=True) if has_caught_up)
 
     def take_record(self) -> CaughtUp | None:
         """Return, once, the record of how this newcomer caught up; None if it did not try, or is none."""

@@ -27,19 +27,19 @@ from holdfast.state.transfer import (
 
 def send_difference(comm: Communicator, newcomers: Sequence[int], state: Any, info: dict[str, Any]) -> None:
     """Take part in sending ``state`` as :func:`~holdfast.state.transfer.send_state` does, to :func:`receive_difference`."""
-    said, packed = pack_state(state)
-    broadcast_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
+    header, packed = pack_state(state)
+    broadcast_header(comm, newcomers, json.dumps(header | {"info": info}).encode())
     givers = givers_of(comm, newcomers)
-    mine = packed.share(givers.index(comm.local_ranks[0]), len(givers))
-    told = digests_of(mine)
+    pieces = packed.share(givers.index(comm.local_ranks[0]), len(givers))
+    digests = digests_of(pieces)
     places = [comm.processes.index((rank,)) for rank in newcomers]
-    lacks = [torch.empty(len(mine), dtype=torch.uint8) for _ in places]
-    comm.sendrecv([(place, told) for place in places], list(zip(places, lacks, strict=True)))
+    lacks = [torch.empty(len(pieces), dtype=torch.uint8) for _ in places]
+    comm.sendrecv([(place, digests) for place in places], list(zip(places, lacks, strict=True)))
     comm.sendrecv(
         [
             (place, piece)
             for place, lack in zip(places, lacks, strict=True)
-            for piece, is_lacking in zip(mine, lack.tolist(), strict=True)
+            for piece, is_lacking in zip(pieces, lack.tolist(), strict=True)
             if is_lacking
         ],
         [],
@@ -65,18 +65,18 @@ def receive_difference(
     packed.pack()
     givers = givers_of(comm, newcomers)
     places = [comm.processes.index((giver,)) for giver in givers]
-    theirs = [packed.pieces[number :: len(givers)] for number in range(len(givers))]
-    told = [torch.empty(len(pieces) * DIGEST_BYTES, dtype=torch.uint8) for pieces in theirs]
-    comm.sendrecv([], list(zip(places, told, strict=True)))
-    lacks = [_differ(pieces, said) for pieces, said in zip(theirs, told, strict=True)]
+    shares = [packed.pieces[number :: len(givers)] for number in range(len(givers))]
+    all_digests = [torch.empty(len(pieces) * DIGEST_BYTES, dtype=torch.uint8) for pieces in shares]
+    comm.sendrecv([], list(zip(places, all_digests, strict=True)))
+    lacks = [_differ(pieces, digests) for pieces, digests in zip(shares, all_digests, strict=True)]
     comm.sendrecv(list(zip(places, lacks, strict=True)), [])
     coming = [
         [piece for piece, lack in zip(pieces, lacking.tolist(), strict=True) if lack]
-        for pieces, lacking in zip(theirs, lacks, strict=True)
+        for pieces, lacking in zip(shares, lacks, strict=True)
     ]
     comm.sendrecv([], [(place, piece) for place, pieces in zip(places, coming, strict=True) for piece in pieces])
-    for giver, pieces, lacking, said in zip(givers, coming, lacks, told, strict=True):
-        if not torch.equal(digests_of(pieces), said.view(-1, DIGEST_BYTES)[lacking.bool()].reshape(-1)):
+    for giver, pieces, lacking, digests in zip(givers, coming, lacks, all_digests, strict=True):
+        if not torch.equal(digests_of(pieces), digests.view(-1, DIGEST_BYTES)[lacking.bool()].reshape(-1)):
             raise CheckpointError(f"the state received from worker {giver} is damaged: its digests do not match")
     packed.unpack()
     return (

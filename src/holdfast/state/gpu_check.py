@@ -63,10 +63,10 @@ def driver_of(text: str) -> str:
 def _text(find: Callable[[], object]) -> str:
     """Return a version or a setting as text, "" if this torch does not have it."""
     try:
-        found = find()
+        value = find()
     except (AttributeError, ImportError, RuntimeError):
         return ""
-    return "" if found is None else str(found)
+    return "" if value is None else str(value)
 
 
 def _cublas_version() -> str:

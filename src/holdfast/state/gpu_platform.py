@@ -69,16 +69,18 @@ def gpu_properties(gpu: GpuDescription) -> dict[str, str]:
 
 def reasons(gpu: GpuDescription) -> list[str]:
     """Return what keeps runs on this GPU from having the same bits; each entry says what to set."""
-    found = []
+    problems = []
     if not gpu.deterministic:
-        found.append("torch.use_deterministic_algorithms(True) is not called")
+        problems.append("torch.use_deterministic_algorithms(True) is not called")
     elif gpu.warn_only:
-        found.append("torch.use_deterministic_algorithms has warn_only=True, so other algorithms are used as well")
+        problems.append("torch.use_deterministic_algorithms has warn_only=True, so other algorithms are used as well")
     if gpu.benchmark:
-        found.append("torch.backends.cudnn.benchmark is True, so kernels are chosen by their speed")
+        problems.append("torch.backends.cudnn.benchmark is True, so kernels are chosen by their speed")
     if gpu.workspace not in WORKSPACES:
-        found.append(f"CUBLAS_WORKSPACE_CONFIG is {gpu.workspace or 'not set'}, and must be {' or '.join(WORKSPACES)}")
-    return found
+        problems.append(
+            f"CUBLAS_WORKSPACE_CONFIG is {gpu.workspace or 'not set'}, and must be {' or '.join(WORKSPACES)}"
+        )
+    return problems
 
 
 def promise_of(gpu: GpuDescription) -> str:

@@ -49,7 +49,7 @@ class CheckpointManager:
         self._begun = (-1, -1)
         self._writers: tuple[int, ...] = ()
         self._alive: frozenset[int] = frozenset()
-        self._found: LoadedCheckpoint | None = None
+        self._newest_intact: LoadedCheckpoint | None = None
         self._damaged: set[int] = set()
         self._failed: list[WriteResult] = []
         self._open(settings.checkpoint_dir or DEFAULT_DIR)
@@ -338,12 +338,12 @@ class CheckpointManager:
             on_damaged(step, damage)
 
         self._writer.wait()
-        self._found = None
+        self._newest_intact = None
         if not self._named:
             return -1
         if keep:
-            self._found = self._checkpoints.load_newest(note)
-            return -1 if self._found is None else self._found.step
+            self._newest_intact = self._checkpoints.load_newest(note)
+            return -1 if self._newest_intact is None else self._newest_intact.step
         step = self._checkpoints.newest_intact(note)
         return -1 if step is None else step
 
@@ -351,15 +351,15 @@ class CheckpointManager:
         """Return the state before ``step``, or the part selected by ``only``; see :func:`~holdfast.checkpoint.loading.load`."""
         # the newest intact one, which the lead has chosen: any worker may have to know whether a later one counts
         self._damaged.update(later for later in self._checkpoints.steps() if later > step)
-        found, self._found = self._found, None
-        if found is None or found.step != step:
+        checkpoint, self._newest_intact = self._newest_intact, None
+        if checkpoint is None or checkpoint.step != step:
             return self._checkpoints.load(step, only=only)
-        return found if only is None else dataclasses.replace(found, state=pick(found.state, only))
+        return checkpoint if only is None else dataclasses.replace(checkpoint, state=pick(checkpoint.state, only))
 
     def info(self, step: int) -> dict[str, Any]:
         """Return the metadata saved with the state before ``step``."""
-        if self._found is not None and self._found.step == step:
-            return self._found.info
+        if self._newest_intact is not None and self._newest_intact.step == step:
+            return self._newest_intact.info
         return self._checkpoints.info(step)
 
 

@@ -41,23 +41,23 @@ def choose_order(job: JobContext) -> str:
     Raises:
         ConfigError: if members were started with different orders, or the order of the job's state needs another wire.
     """
-    known, is_one_host = ORDERS.index(job.loops.order or AUTO), True
+    order_index, is_one_host = ORDERS.index(job.loops.order or AUTO), True
     if len(job.comm.processes) > 1:
-        known, is_one_host = _compare(job, known)
+        order_index, is_one_host = _compare(job, order_index)
     settings = job.settings
-    if known:
-        _check_wire(job, ORDERS[known])
-        return ORDERS[known]
+    if order_index:
+        _check_wire(job, ORDERS[order_index])
+        return ORDERS[order_index]
     base = "fold" if settings.order == AUTO and is_one_host else "tree"
     return rounded_order(base, 1 if is_one_host else _unit(job)) if settings.rounds else base
 
 
 def _compare(job: JobContext, mine: int) -> tuple[int, bool]:
     """Return the order that any member knows, as an index, and whether all members are on one host. A collective."""
-    given, rounds = ORDERS.index(job.settings.order), int(job.settings.rounds)
+    setting, rounds = ORDERS.index(job.settings.order), int(job.settings.rounds)
     host, absent = host_id(), -len(ORDERS)
-    known, most, least, first, last, some, none = job.comm.maximum(
-        (mine, given or absent, -given if given else absent, host, ~host, rounds, -rounds)
+    order_index, most, least, first, last, some, none = job.comm.maximum(
+        (mine, setting or absent, -setting if setting else absent, host, ~host, rounds, -rounds)
     )
     if most > 0 and most != -least:
         raise ConfigError(
@@ -65,7 +65,7 @@ def _compare(job: JobContext, mine: int) -> tuple[int, bool]:
         )
     if some != -none:
         raise ConfigError("workers were started with wire fp32 and with bf16: give all the same --wire")
-    return known, first == ~last
+    return order_index, first == ~last
 
 
 def order_of_checkpoint(job: JobContext, theirs: str) -> str:

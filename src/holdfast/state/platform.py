@@ -71,12 +71,12 @@ def difference(platforms: Mapping[int, Platform]) -> PlatformDifference | None:
     odd = next((platforms[rank] for rank in sorted(platforms) if platforms[rank] != usual), None)
     if odd is None:
         return None
-    alike, others = ([rank for rank in sorted(platforms) if platforms[rank] == kind] for kind in (odd, usual))
+    minority, majority = ([rank for rank in sorted(platforms) if platforms[rank] == kind] for kind in (odd, usual))
     return between(
         odd,
         usual,
-        worker=f"worker {alike[0]} has" if len(alike) == 1 else f"workers {', '.join(map(str, alike))} have",
-        others=f"worker {others[0]}" if len(platforms) == 2 else "the others",
+        worker=f"worker {minority[0]} has" if len(minority) == 1 else f"workers {', '.join(map(str, minority))} have",
+        others=f"worker {majority[0]}" if len(platforms) == 2 else "the others",
     )
 
 
@@ -85,8 +85,8 @@ def between(mine: Platform, theirs: Platform, *, worker: str, others: str) -> Pl
 
     ``worker`` and ``others`` name the owners in the message, as in ``"worker 3 has"`` and ``"the others"``.
     """
-    known = [name for name in FIELDS if name in mine and name in theirs]
-    name = next((name for name in known if mine[name] != theirs[name]), None)
+    names = [name for name in FIELDS if name in mine and name in theirs]
+    name = next((name for name in names if mine[name] != theirs[name]), None)
     if name is None:
         return None
     values = mine[name] or "none", theirs[name] or "none"
@@ -102,6 +102,6 @@ def _most(platforms: Mapping[int, Platform]) -> Platform:
 def _advice(name: str, values: tuple[str, str]) -> str:
     if name != "capability":
         return FIELDS[name].advice
-    known = [value.lower() for value in values]
-    least = next((word for word in _CAPABILITIES if word in known), "default")
+    capabilities = [value.lower() for value in values]
+    least = next((word for word in _CAPABILITIES if word in capabilities), "default")
     return f"set ATEN_CPU_CAPABILITY={least} everywhere"

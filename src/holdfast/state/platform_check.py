@@ -68,10 +68,10 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except FileNotFoundError:
         lines = []
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     wanted = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part")
-    found = [said[name] for name in wanted if name in said]
-    return " ".join(found) or platform.processor() or platform.machine()
+    values = [fields[name] for name in wanted if name in fields]
+    return " ".join(values) or platform.processor() or platform.machine()
 
 
 def _flags() -> dict[str, str]:
@@ -147,16 +147,16 @@ def compare_platforms(job: JobContext) -> None:
     job.platform.differs = high != ~low
     if not job.platform.differs:
         return
-    mine = json.dumps(job.platform.properties).encode()
-    platforms: dict[int, Platform] = {rank: json.loads(broadcast_bytes(comm, mine, rank)) for rank in comm.members}
-    found = difference(platforms)
-    if found is None:
+    message = json.dumps(job.platform.properties).encode()
+    platforms: dict[int, Platform] = {rank: json.loads(broadcast_bytes(comm, message, rank)) for rank in comm.members}
+    mismatch = difference(platforms)
+    if mismatch is None:
         return
     if _refuses(job):
         raise ConfigError(
-            f"{found.what}: their bits would differ; {found.advice}, or allow it with --no-require-same-platform"
+            f"{mismatch.what}: their bits would differ; {mismatch.advice}, or allow it with --no-require-same-platform"
         )
-    _give_up(job, found, aloud=job.is_lead)
+    _give_up(job, mismatch, aloud=job.is_lead)
 
 
 def compare_with_others(job: JobContext) -> None:
@@ -167,18 +167,18 @@ def compare_with_others(job: JobContext) -> None:
         StoreLost: if the membership store is lost.
     """
     me = job.comm.local_ranks[0]
-    theirs = json.loads(job.comm.wanted_platform() or "{}").get("platform")
-    found = (
+    peer_platform = json.loads(job.comm.wanted_platform() or "{}").get("platform")
+    mismatch = (
         None
-        if theirs is None
-        else between(job.platform.properties, theirs, worker=f"worker {me} has", others="the others")
+        if peer_platform is None
+        else between(job.platform.properties, peer_platform, worker=f"worker {me} has", others="the others")
     )
-    if found is None:
+    if mismatch is None:
         return
     if not _refuses(job):
-        _give_up(job, found)
+        _give_up(job, mismatch)
         return
-    why = f"{found.what}: it may not join, its bits would differ; {found.advice}, or allow it with --no-require-same-platform"
+    why = f"{mismatch.what}: it may not join, its bits would differ; {mismatch.advice}, or allow it with --no-require-same-platform"
     job.log.write(WorkerRefused(step=-1, why=why, platform=job.platform.properties))
     _warn(job, why)
     raise SystemExit(0)
@@ -195,13 +195,13 @@ def _promises(job: JobContext) -> bool:
 def compare_with_checkpoint(job: JobContext, theirs: Platform) -> None:
     """Warn if the checkpoint to resume from was written on another platform; it is never refused."""
     me = job.comm.local_ranks[0]
-    found = (
+    mismatch = (
         between(job.platform.properties, theirs, worker=f"worker {me} has", others="the writer of the checkpoint")
         if theirs
         else None
     )
-    if found is not None:
-        _give_up(job, found, aloud=job.is_lead)
+    if mismatch is not None:
+        _give_up(job, mismatch, aloud=job.is_lead)
 
 
 def warn_of_samples(job: JobContext, *, joins: bool) -> None:
@@ -209,8 +209,8 @@ def warn_of_samples(job: JobContext, *, joins: bool) -> None:
 
     With exact results promised, it is recorded.
     """
-    others = "the other workers have" if joins else "the checkpoint was made with"
-    text = f"not exact: the data of this loop are not those that {others}"
+    phrase = "the other workers have" if joins else "the checkpoint was made with"
+    text = f"not exact: the data of this loop are not those that {phrase}"
     if (job.is_lead or joins) and text != job.platform.given_up:
         _warn(job, text)
     job.platform.given_up = text if _promises(job) else ""

@@ -61,7 +61,7 @@ class StateRestorer:
         self._guard = guard
         self._initial: LoadedCheckpoint | None = None
         self._begun_from: int | None = None
-        self._given: tuple[Any, dict[str, Any]] | None = None
+        self._received_state: tuple[Any, dict[str, Any]] | None = None
         self.belongs_to_later_loop = False
         self.has_stopped = False
         """Whether the state was saved after a loop that the script had stopped."""
@@ -148,11 +148,11 @@ class StateRestorer:
         job = self._job
         job.rebuilds.snapshot = None
         job.checkpoints.drop()
-        mine = (-1, 0)
+        proposal = (-1, 0)
         if job.is_lead:
             self._remove_after(way.newest)  # before any worker can continue, since the lead may fail later
-            mine = (self._find(trained=trained) if way.kept is None else -1, secrets.randbits(62))
-        step, token = job.comm.maximum(mine)
+            proposal = (self._find(trained=trained) if way.kept is None else -1, secrets.randbits(62))
+        step, token = job.comm.maximum(proposal)
         job.checkpoints.start_over(token, 0)
         if way.kept is not None:
             self._restore(way.kept)
@@ -190,10 +190,10 @@ class StateRestorer:
             return
         job.checkpoints.drop()
         # Only the lead searches, since two workers could find different steps. The token marks everything saved from here on.
-        mine = (-1, 0, 0)
+        proposal = (-1, 0, 0)
         if job.is_lead:
-            mine = (self._find(trained=trained), secrets.randbits(62), job.checkpoints.choose_fallback())
-        step, token, fallback = job.comm.maximum(mine)
+            proposal = (self._find(trained=trained), secrets.randbits(62), job.checkpoints.choose_fallback())
+        step, token, fallback = job.comm.maximum(proposal)
         job.checkpoints.start_over(token, fallback)
         if step >= 0:
             self._begun_from = step
@@ -231,20 +231,20 @@ class StateRestorer:
         job, comm = self._job, self._job.comm
         if job.rebuilds.snapshot is not None and job.rebuilds.snapshot.info["loop"] < job.loop:
             job.rebuilds.snapshot = None  # of a finished loop
-        mine = job.rebuilds.snapshot
-        newest = -1 if mine is None else mine.step
-        step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.local_ranks for rank in comm.members)))
+        snapshot = job.rebuilds.snapshot
+        newest = -1 if snapshot is None else snapshot.step
+        step, *lacks = comm.maximum((newest, *(snapshot is None and rank in comm.local_ranks for rank in comm.members)))
         if step < 0:
             if job.rebuilds.current is not None and job.settings.reinit_from != "checkpoint" and job.is_lead:
                 self._log.warn("the workers with the snapshot of the failure have failed, too: rolling back further")
             return False
         without = tuple(rank for rank, lack in zip(comm.members, lacks, strict=True) if lack)
-        if mine is None:
-            mine = self._loaded(step, *receive_state(comm, without))
+        if snapshot is None:
+            snapshot = self._loaded(step, *receive_state(comm, without))
         elif without:
-            send_state(comm, without, mine.state, mine.info)
-        job.rebuilds.snapshot = mine
-        self._restore(mine)
+            send_state(comm, without, snapshot.state, snapshot.info)
+        job.rebuilds.snapshot = snapshot
+        self._restore(snapshot)
         return True
 
     def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> LoadedCheckpoint:
@@ -263,8 +263,8 @@ class StateRestorer:
         comm, trainable = job.comm, self._trainable
         self._log.mark("checkpoint")
         writers = trainable.writers(comm)
-        mine = trainable.state_dict() if comm.local_ranks in writers else {}
-        state = {"replica": mine} if not (trainable.is_replicated or job.is_lead) else self._state(mine)
+        own_state = trainable.state_dict() if comm.local_ranks in writers else {}
+        state = {"replica": own_state} if not (trainable.is_replicated or job.is_lead) else self._state(own_state)
         marks = self._end_marks(has_stopped=has_stopped) if has_ended else {}
         if marks:
             job.checkpoints.put_off(job.step)  # a checkpoint of this step that is due anyway does not have them
@@ -357,7 +357,7 @@ class StateRestorer:
         """Send the state to newcomers, or, as a newcomer, receive and keep it; return those that had caught up."""
         job = self._job
         if job.comm.local_ranks[0] in newcomers:
-            self._given, caught_up = self._admission.receive(newcomers)
+            self._received_state, caught_up = self._admission.receive(newcomers)
             return caught_up
         first = self._initial
         state = {"now": self._state(self._trainable.shared_state()), "first": None if first is None else first.state}
@@ -372,10 +372,10 @@ class StateRestorer:
 
     def install(self) -> None:
         """Adopt the state that this worker received, if any."""
-        if self._given is None:
+        if self._received_state is None:
             return
-        state, info = self._given
-        self._given = None
+        state, info = self._received_state
+        self._received_state = None
         if state["first"] is not None:
             self._initial = self._loaded(info["first_step"], state["first"], info["first"])
         self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True, joins=True)
@@ -388,8 +388,8 @@ class StateRestorer:
         """Return the newest step that this loop can resume from, -1 for none."""
         job = self._job
         if job.rebuilds.count:
-            found = job.checkpoints.newest(self._warn, keep=self._trainable.is_replicated)
-            return found if found >= 0 and job.checkpoints.info(found)["loop"] >= job.loop else -1
+            step = job.checkpoints.newest(self._warn, keep=self._trainable.is_replicated)
+            return step if step >= 0 and job.checkpoints.info(step)["loop"] >= job.loop else -1
         if not trained and self._begun_from is not None:  # a failure interrupted loading; some workers have it
             return self._begun_from
         if not trained and job.loops.loaded is not None:
@@ -397,11 +397,11 @@ class StateRestorer:
         if not trained and (job.loop > 0 or not job.settings.resume):
             job.checkpoints.check_empty(ours=job.loop > 0)
             return -1
-        found = job.checkpoints.newest(self._warn, keep=self._trainable.is_replicated)
-        if found < 0 and not trained and job.loop >= 0:
+        step = job.checkpoints.newest(self._warn, keep=self._trainable.is_replicated)
+        if step < 0 and not trained and job.loop >= 0:
             self._log.warn(f"there is no intact checkpoint in {job.checkpoints.url}: training starts at step 0")
-        of_another_loop = trained and found >= 0 and job.checkpoints.info(found)["loop"] != job.loop
-        return -1 if of_another_loop else found
+        of_another_loop = trained and step >= 0 and job.checkpoints.info(step)["loop"] != job.loop
+        return -1 if of_another_loop else step
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
         self._log.warn(f"skipped step {step}: {damage}")

@@ -30,9 +30,9 @@ _MOST_HEADER_BYTES = 1 << 28
 
 def send_message(connection: socket.socket, header: dict[str, Any], body: LiveBytes, secrets: StreamSecrets) -> None:
     """Send a message; raise ``OSError`` if the connection has ended."""
-    said = json.dumps(header).encode()
-    length = _LENGTH.pack(len(said))
-    connection.sendall(length + secrets.next_mac(length) + said + secrets.next_mac(said))
+    payload = json.dumps(header).encode()
+    length = _LENGTH.pack(len(payload))
+    connection.sendall(length + secrets.next_mac(length) + payload + secrets.next_mac(payload))
     room = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
     view: Any = room.numpy()
     while count := body.take(room):
@@ -44,9 +44,9 @@ def receive_header(connection: socket.socket, secrets: StreamSecrets) -> dict[st
     (length,) = _LENGTH.unpack(_receive_proved(connection, _LENGTH.size, secrets))
     if length > _MOST_HEADER_BYTES:
         raise ConnectionError(f"a header of {length} bytes is not one of a stream of state")
-    said = _receive_proved(connection, length, secrets)
+    payload = _receive_proved(connection, length, secrets)
     try:
-        header = json.loads(said)
+        header = json.loads(payload)
     except (ValueError, RecursionError) as error:
         raise ConnectionError(f"a header of a stream of state is not JSON: {error}") from error
     if type(header) is not dict:
@@ -56,12 +56,12 @@ def receive_header(connection: socket.socket, secrets: StreamSecrets) -> dict[st
 
 def _receive_proved(connection: socket.socket, size: int, secrets: StreamSecrets) -> bytearray:
     """Return the next bytes, whose MAC follows them."""
-    said = bytearray(size)
-    _receive(connection, said)
+    payload = bytearray(size)
+    _receive(connection, payload)
     mac = _receive(connection, bytearray(_MAC_BYTES))
-    if not hmac.compare_digest(mac, secrets.next_mac(said)):
+    if not hmac.compare_digest(mac, secrets.next_mac(payload)):
         raise ConnectionError("a header of a stream of state was changed on its way, or sent by another program")
-    return said
+    return payload
 
 
 def receive_body(connection: socket.socket, tensors: Iterable[torch.Tensor]) -> None:

@@ -71,7 +71,7 @@ class StateStreams:
         assert requests is not None
         if (earlier := self._streams.pop(request.newcomer, None)) is not None:
             earlier.hang_up()
-        said, packed = pack_state(self._model.state_dict())
+        header, packed = pack_state(self._model.state_dict())
         state = LiveBytes(packed.share(0, 1))
         if job.settings.overlap_optimizer:
             state.settle()  # buckets are updated before the step is committed
@@ -80,7 +80,7 @@ class StateStreams:
         except (OSError, RuntimeError):  # no port, file or thread is left: another member may send
             requests.answer(request, "")
             return
-        stream.send({"step": job.step, "state": said}, state)
+        stream.send({"step": job.step, "state": header}, state)
         self._streams[request.newcomer] = stream
         requests.answer(request, stream.address)
 
@@ -202,7 +202,7 @@ class StateStream:
     def _knows_token(self, connection: socket.socket) -> bool:
         connection.settimeout(_PROVE_S)
         try:
-            said = connection.recv(len(self._secrets.proof), socket.MSG_WAITALL)
+            proof = connection.recv(len(self._secrets.proof), socket.MSG_WAITALL)
         except OSError:
             return False
-        return hmac.compare_digest(said, self._secrets.proof)
+        return hmac.compare_digest(proof, self._secrets.proof)

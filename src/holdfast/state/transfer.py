@@ -32,11 +32,11 @@ def send_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
 
     The state must be one that can be saved in a checkpoint. ``info`` is plain JSON; that of the lowest sender is sent.
     """
-    said, packed = pack_state(state)
-    broadcast_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
+    header, packed = pack_state(state)
+    broadcast_header(comm, newcomers, json.dumps(header | {"info": info}).encode())
     givers = givers_of(comm, newcomers)
-    mine = packed.share(givers.index(comm.local_ranks[0]), len(givers))
-    comm.sendrecv([(comm.processes.index((rank,)), piece) for piece in _sealed(mine) for rank in newcomers], [])
+    pieces = packed.share(givers.index(comm.local_ranks[0]), len(givers))
+    comm.sendrecv([(comm.processes.index((rank,)), piece) for piece in _sealed(pieces) for rank in newcomers], [])
 
 
 def receive_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
@@ -48,8 +48,8 @@ def receive_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, di
     header = json.loads(broadcast_header(comm, newcomers, b""))
     tensors, packed = room_for(header)
     givers = givers_of(comm, newcomers)
-    theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
-    coming = {giver: _room_for_sealed(pieces) for giver, pieces in theirs.items()}  # from all senders in parallel
+    shares = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
+    coming = {giver: _room_for_sealed(pieces) for giver, pieces in shares.items()}  # from all senders in parallel
     comm.sendrecv([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
     for giver, sent in coming.items():
         _check_sealed(sent, f"the state received from worker {giver}")
@@ -59,11 +59,11 @@ def receive_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, di
 
 def send_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
     """Send a state to ``taker`` alone, which calls :func:`receive_part`."""
-    said, packed = pack_state(dict(state))
-    header = as_message(said)
+    header, packed = pack_state(dict(state))
+    message = as_message(header)
     to = comm.processes.index((taker,))
-    comm.sendrecv([(to, torch.tensor([len(header)]))], [])
-    comm.sendrecv([(to, data) for data in (header, *_sealed(packed.share(0, 1)))], [])
+    comm.sendrecv([(to, torch.tensor([len(message)]))], [])
+    comm.sendrecv([(to, data) for data in (message, *_sealed(packed.share(0, 1)))], [])
 
 
 def receive_part(comm: Communicator, giver: int) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def adopt_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | 
     Raises:
         CheckpointError: if the received bytes do not match their digests.
     """
-    given = {name: value for name, value in state.items() if _can_be_saved(value)}
-    leaves, skeleton = flatten(given)
+    entries = {name: value for name, value in state.items() if _can_be_saved(value)}
+    leaves, skeleton = flatten(entries)
     digest = xxhash.xxh3_64(json.dumps([skeleton, list(leaves)]).encode())
     for leaf in leaves.values():
         if isinstance(leaf, torch.Tensor):
@@ -105,11 +105,11 @@ def adopt_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | 
     high, low = comm.maximum((number, ~number))
     if high == ~low:
         return None
-    lowest, *others = comm.members
+    lowest, *receivers = comm.members
     if lowest in comm.local_ranks:
-        send_state(comm, others, given, {})
+        send_state(comm, receivers, entries, {})
         return None
-    taken, _ = receive_state(comm, others)
+    taken, _ = receive_state(comm, receivers)
     return {**state, **taken}
 
 
@@ -214,9 +214,9 @@ def broadcast(mailbox: Mailbox, comm: Communicator, teller: int, say: Callable[[
     """Broadcast a message from ``teller`` and return it; only ``teller`` calls ``say`` to create it."""
     if teller not in comm.local_ranks:
         return mailbox.receive(teller)
-    told = say()
-    mailbox.send([rank for rank in comm.members if rank not in comm.local_ranks], told)
-    return told
+    message = say()
+    mailbox.send([rank for rank in comm.members if rank not in comm.local_ranks], message)
+    return message
 
 
 def _sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -229,8 +229,8 @@ def _room_for_sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _check_sealed(sent: Sequence[torch.Tensor], what: str) -> None:
-    *pieces, told = sent
-    if not torch.equal(digests_of(pieces), told):
+    *pieces, digests = sent
+    if not torch.equal(digests_of(pieces), digests):
         raise CheckpointError(f"{what} is damaged: its digests do not match")
 
 

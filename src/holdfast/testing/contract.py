@@ -77,12 +77,12 @@ def check_collectives(comm: Communicator) -> None:
         assert data[2] == root
         assert torch.signbit(data[0]), "a broadcast must keep every bit, including the sign of zero"
         assert data[1].isnan()
-    heard = 1 << 61
+    digest = 1 << 61
     progress = comm.share_progress(
-        Progress(lowest + 7, computed=lowest % 2 == 0, flags=Note.LEAVE, heard=heard - lowest)
+        Progress(lowest + 7, computed=lowest % 2 == 0, flags=Note.LEAVE, heard=digest - lowest)
     )
     expected = {
-        r: Progress(ranks[0] + 7, ranks[0] % 2 == 0, Note.LEAVE, heard - ranks[0])
+        r: Progress(ranks[0] + 7, ranks[0] % 2 == 0, Note.LEAVE, digest - ranks[0])
         for ranks in comm.processes
         for r in ranks
     }
@@ -245,13 +245,13 @@ def _sum(
     span: SlotSpan = SPAN,
     mean: MeanDivisor | None = None,
 ) -> torch.Tensor:
-    mine = sorted(n for n, rank in owners.items() if rank in comm.local_ranks)
+    numbers = sorted(n for n, rank in owners.items() if rank in comm.local_ranks)
     add.begin()
-    for row, n in enumerate(mine):
+    for row, n in enumerate(numbers):
         span.of(add.room(row)).copy_(terms[n])
     result = add(span, owners, mean=mean).clone().cpu()
     comm.barrier()  # no process may write the next terms before all have used these
-    for row, n in enumerate(mine):
+    for row, n in enumerate(numbers):
         assert torch.equal(span.of(add.room(row)).cpu(), terms[n]), "an all-reduce must not modify its terms"
     return result
 

@@ -116,10 +116,10 @@ def dtype_of(path: Path, name: str, dtype: np.dtype[Any]) -> torch.dtype:
 
     if dtype.hasobject:
         refuse(path, f"has {name!r:.80} of Python objects, which are pickles: reading them could run anything")
-    known = "bool" if dtype.kind == "b" else dtype.newbyteorder("=").name
-    if dtype.kind not in "biufc" or known not in DTYPES:
+    dtype_name = "bool" if dtype.kind == "b" else dtype.newbyteorder("=").name
+    if dtype.kind not in "biufc" or dtype_name not in DTYPES:
         refuse(path, f"has {name!r:.80} of type {dtype!s:.80}; tensors may be {', '.join(DTYPES)}")
-    return DTYPES[known]
+    return DTYPES[dtype_name]
 
 
 def state_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

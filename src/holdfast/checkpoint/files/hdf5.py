@@ -170,10 +170,10 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        found = re.search(r"errno = ([0-9]+)", str(error))
-        if found is None:
+        match = re.search(r"errno = ([0-9]+)", str(error))
+        if match is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
 
 
 def _names(keys: Iterable[str]) -> dict[str, str]:
@@ -217,11 +217,11 @@ class _Walk:
         self._groups.add(identity)
         for name in group:
             whole = f"{prefix}/{name}".removeprefix("/")
-            found = self._open(group, name, whole, 0)
-            if isinstance(found, self._h5py.Group):
-                self.into(found, whole, depth + 1)
-            elif isinstance(found, self._h5py.Dataset):
-                self._take(found, whole)
+            node = self._open(group, name, whole, 0)
+            if isinstance(node, self._h5py.Group):
+                self.into(node, whole, depth + 1)
+            elif isinstance(node, self._h5py.Dataset):
+                self._take(node, whole)
             else:
                 refuse(self._path, f"has {whole!r:.80}, which is neither a group nor a data set")
 
@@ -239,15 +239,15 @@ class _Walk:
         if hops >= _MAX_HOPS or self._links_left < 0:
             damaged(self._path, f"has the soft link {whole!r:.80}, which leads round in a circle, or too far")
         target = links.get_val(raw).decode("utf-8", "surrogateescape")
-        here = self._file if target.startswith("/") else group
+        node = self._file if target.startswith("/") else group
         for part in target.split("/"):
             if part in ("", "."):
                 continue
             raw = part.encode("utf-8", "surrogateescape")
-            if not (isinstance(here, self._h5py.Group) and here.id.links.exists(raw)):
+            if not (isinstance(node, self._h5py.Group) and node.id.links.exists(raw)):
                 damaged(self._path, f"has the soft link {whole!r:.80} to {target!r:.80}, which is not there")
-            here = self._open(here, part, whole, hops + 1)
-        return here
+            node = self._open(node, part, whole, hops + 1)
+        return node
 
     def _take(self, dataset: Any, name: str) -> None:
         entry = self._check(dataset, name)

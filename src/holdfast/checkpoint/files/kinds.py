@@ -17,7 +17,7 @@ from holdfast.errors import CheckpointError, ConfigError
 
 _SAFETENSORS, _HDF5, _NPZ, _TORCH = Safetensors(), Hdf5(), Npz(), Torch()
 
-FORMATS: dict[str, TensorWriter] = {known.name: known for known in (_SAFETENSORS, _HDF5, _NPZ, Dcp())}
+FORMATS: dict[str, TensorWriter] = {writer.name: writer for writer in (_SAFETENSORS, _HDF5, _NPZ, Dcp())}
 """Formats of checkpoints, by their name in the manifest. A library that only one of them needs is imported when that one
 writes."""
 

@@ -32,9 +32,9 @@ class Torch(TensorReader):
 
     def open(self, path: Path, stack: ExitStack) -> TensorSource:
         """See :meth:`TensorReader.open`; the whole file is read immediately."""
-        found = load_data(path)
+        data = load_data(path)
         try:
-            state = plain(found, [MAX_VALUES])
+            state = plain(data, [MAX_VALUES])
             leaves, skeleton = flatten(state)
         except RecursionError as error:
             refuse(path, "holds lists nested without end; save the plain state_dict()", error)
@@ -85,14 +85,14 @@ def load_data(path: Path) -> Any:
 
 
 def _explain(path: Path, error: pickle.UnpicklingError) -> Any:
-    found = _FORBIDDEN.search(str(error))
-    if found is None:
+    match = _FORBIDDEN.search(str(error))
+    if match is None:
         # Only a part of torch's message: the rest advises to read such a file without protection.
         why = _REASON.search(str(error))
         not_a("a file of torch.save", path, f"it is no pickle of plain data: {why[1] if why else 'unknown'}", error)
     refuse(
         path,
-        f"asks to run {found[1]}, which is not data; nothing of it was run. If you trust it, load it with torch and save "
+        f"asks to run {match[1]}, which is not data; nothing of it was run. If you trust it, load it with torch and save "
         "its state_dict() of tensors, numbers and strings",
         error,
     )

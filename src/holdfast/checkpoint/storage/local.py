@@ -129,10 +129,10 @@ class LocalStorage:
     def _check_put(self, whole: Path, data: bytes) -> None:
         """Check that the file was written: some file systems acknowledge a rename and lose it."""
         try:
-            found = whole.read_bytes()
+            content = whole.read_bytes()
         except FileNotFoundError:
-            found = b""
-        if found != data:
+            content = b""
+        if content != data:
             raise CheckpointError(
                 f"the file system says that {whole} was written, but it was not; choose a directory on another one"
             )

@@ -65,8 +65,8 @@ class ObjectClient:
     def children(self, folder: str) -> list[str]:
         """Return the current names directly in a folder, never from a cache."""
         path = self._path(folder)
-        found = self._store().list_with_delimiter(path or None)
-        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        listing = self._store().list_with_delimiter(path or None)
+        paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
         return [below.rpartition("/")[2] for below in paths if below.strip("/") != path]
 
     def size(self, name: str) -> int:
@@ -97,14 +97,14 @@ class ObjectClient:
 
     def explain(self, error: Exception) -> str | None:
         """Return an explanation of an error of the other methods, with advice; None if the object merely does not exist."""
-        said, status = line_of(error), found(r"status code: (\d+)", str(error))
+        message, status = line_of(error), found(r"status code: (\d+)", str(error))
         if isinstance(error, FileNotFoundError) or status == "404":
             return None
         if status in ("401", "403"):
-            return f"no permission ({said}); give credentials that may read, write, list and delete there"
+            return f"no permission ({message}); give credentials that may read, write, list and delete there"
         if isinstance(error, TimeoutError) or "error sending request" in str(error):
-            return f"{said}; check the network and that storage"
-        return f"{type(error).__name__}: {said}"
+            return f"{message}; check the network and that storage"
+        return f"{type(error).__name__}: {message}"
 
     def _open(self, folder: str) -> ObjectStore:
         from obstore.store import AzureStore, GCSStore, MemoryStore

@@ -54,7 +54,7 @@ class RemoteStorage:
     def __init__(self, url: str) -> None:
         self.url = _without_password(url.rstrip("/"))
         self._objects = _open(url)
-        self._mine = threading.local()
+        self._thread_local = threading.local()
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
@@ -93,7 +93,7 @@ class RemoteStorage:
         """
         self._drop_staging()
         staging = StagingDirectory()
-        self._mine.staging = (folder, staging)
+        self._thread_local.staging = (folder, staging)
         return staging.path
 
     def store(self, folder: str, names: tuple[str, ...]) -> None:
@@ -112,10 +112,10 @@ class RemoteStorage:
     def _upload(self, local: Path, path: str) -> None:
         size_bytes = local.stat().st_size
         self._call("write", path, self._objects.upload, local, path, size_bytes=size_bytes)
-        found = self._call("read", path, self._objects.size, path)
-        if found != size_bytes:
+        stored_size = self._call("read", path, self._objects.size, path)
+        if stored_size != size_bytes:
             raise CheckpointError(
-                f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {found} are there; check that storage"
+                f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {stored_size} are there; check that storage"
             )
 
     def link(self, path: str, name: str) -> bool:
@@ -147,13 +147,13 @@ class RemoteStorage:
 
     def _drop_staging(self) -> None:
         _, staging = self._staging()
-        self._mine.staging = ("", None)
+        self._thread_local.staging = ("", None)
         if staging is not None:
             staging.close()
 
     def _staging(self) -> tuple[str, StagingDirectory | None]:
-        found: tuple[str, StagingDirectory | None] = getattr(self._mine, "staging", ("", None))
-        return found
+        staging: tuple[str, StagingDirectory | None] = getattr(self._thread_local, "staging", ("", None))
+        return staging
 
     def _call(self, doing: str, path: str, do: Callable[..., _Result], *args: Any, size_bytes: int = 0) -> _Result:
         """Return the result of a method of the objects.

@@ -136,11 +136,11 @@ def groups(holders: Mapping[int, int]) -> list[tuple[int, ...]]:
     level: list[tuple[int, list[tuple[int, ...]]]] = [(number, [(number,)]) for number in sorted(holders)]
     while len(level) > 1:
         paired: list[tuple[int, list[tuple[int, ...]]]] = []
-        for number, found in level:
+        for number, subtrees in level:
             if paired and paired[-1][0] == number // 2:
-                paired[-1] = (number // 2, _join(paired[-1][1], found, holders))
+                paired[-1] = (number // 2, _join(paired[-1][1], subtrees, holders))
             else:
-                paired.append((number // 2, found))
+                paired.append((number // 2, subtrees))
         level = paired
     return level[0][1] if level else []
 
@@ -227,18 +227,18 @@ def _additions(group: Sequence[int], order: str) -> dict[int, int]:
     """Return how often the two newest rows are added after each slice of a group, so that one row is left."""
     if base_of(order) != "tree":
         return dict.fromkeys(group[1:], 1)
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     level = [(number, number) for number in group]  # a node of the tree, and the last slice below it
     while len(level) > 1:
         paired: list[tuple[int, int]] = []
         for number, last in level:
             if paired and paired[-1][0] == number // 2:
                 paired[-1] = (number // 2, last)
-                found[last] = found.get(last, 0) + 1
+                counts[last] = counts.get(last, 0) + 1
             else:
                 paired.append((number // 2, last))
         level = paired
-    return found
+    return counts
 
 
 def _most_rows(groups_here: Sequence[Sequence[int]], order: str) -> int:
@@ -295,10 +295,10 @@ def _tree_rounded(unit: int) -> Callable[[Terms, torch.Tensor], None]:
     def add(terms: Terms, out: torch.Tensor) -> None:
         sums: list[tuple[int, torch.Tensor]] = []
         for number, some in itertools.groupby(terms, lambda term: term[0] // unit):
-            here = [(n, term.float()) for n, term in some]
-            total = here[0][1] if len(here) == 1 else torch.empty_like(here[0][1])
-            if len(here) > 1:
-                tree(here, total)
+            unit_terms = [(n, term.float()) for n, term in some]
+            total = unit_terms[0][1] if len(unit_terms) == 1 else torch.empty_like(unit_terms[0][1])
+            if len(unit_terms) > 1:
+                tree(unit_terms, total)
             sums.append((number, _round(total)))
         tree(sums, out)
 

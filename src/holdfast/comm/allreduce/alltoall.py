@@ -147,61 +147,63 @@ class AllToAllReduce:
 
     def _get_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
         key = (span, order, self.keeps_terms)
-        known = self._plans.get(key)
-        if known is None or known.slots != slots:
+        plan = self._plans.get(key)
+        if plan is None or plan.slots != slots:
             if len(self._plans) >= _MOST_KEPT:  # collectives may be of any length
                 del self._plans[next(iter(self._plans))]
-            known = self._make_plan(span, slots, order)
-            self._plans[key] = known
-        return known
+            plan = self._make_plan(span, slots, order)
+            self._plans[key] = plan
+        return plan
 
     def _make_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
         rows = _rows(slots, order, span.dtype)
         result_type = torch.bfloat16 if is_rounded(order) else span.dtype
         division = _division(span, rows, result_type)
         parts = division.parts
-        mine, others = parts[self._me], [i for i in range(len(slots)) if i != self._me]
+        own_part, peers = parts[self._me], [i for i in range(len(slots)) if i != self._me]
         terms = {n: span.vector(self._terms[slot]) for slot, n in enumerate(slots[self._me]) if n != LEFT_OUT}
-        taken = [(i, row) for i in others for row in rows[i]]
-        sent = [(i, row) for i in others for row in rows[self._me]]
+        taken = [(i, row) for i in peers for row in rows[i]]
+        sent = [(i, row) for i in peers for row in rows[self._me]]
         added = [(i, row) for i, row in sent if row.is_made(span.dtype)]
         is_apart = not self.keeps_terms or is_rounded(order)
-        lengths = [(mine.stop - mine.start, row.dtype) for _, row in taken]
+        lengths = [(own_part.stop - own_part.start, row.dtype) for _, row in taken]
         lengths += [(parts[i].stop - parts[i].start, row.dtype) for i, row in added]
         lengths += [(span.length, result_type)] * is_apart
         vectors = self._memory.divide(span, [((length,), dtype) for length, dtype in lengths])
         received = [(i, row.slices[0], next(vectors)) for i, row in taken]
-        meeting = [(n, term[mine]) for n, term in terms.items()] + [(n, part) for _, n, part in received]
+        meeting = [(n, term[own_part]) for n, term in terms.items()] + [(n, part) for _, n, part in received]
         meeting.sort(key=lambda term: term[0])
         sums = [
             TiledSum([(n, terms[n][parts[i]]) for n in row.slices], next(vectors), parts[i].start, base_of(order))
             for i, row in added
         ]
         ready = iter(sums)
-        given = [(i, next(ready).out if row.is_made(span.dtype) else terms[row.slices[0]][parts[i]]) for i, row in sent]
+        payloads = [
+            (i, next(ready).out if row.is_made(span.dtype) else terms[row.slices[0]][parts[i]]) for i, row in sent
+        ]
         result = next(vectors) if is_apart else span.vector(self._result_memory())
         return _Plan(
             slots,
             result,
-            TiledSum(meeting, result[mine], mine.start, order),
+            TiledSum(meeting, result[own_part], own_part.start, order),
             sums,
-            [*_messages(given), *self._tokens(parts, rows, gives=True)],
+            [*_messages(payloads), *self._tokens(parts, rows, gives=True)],
             [*_messages((i, part) for i, _, part in received), *self._tokens(parts, rows, gives=False)],
-            *self._shares(division, result, others),
+            *self._shares(division, result, peers),
         )
 
     def _shares(
-        self, division: Division, result: ChecksummedVector, others: Sequence[int]
+        self, division: Division, result: ChecksummedVector, peers: Sequence[int]
     ) -> tuple[_Messages, _Messages, bool, _Messages, _Messages]:
         """Return the messages of the results: those sent and received, whether there are relays, and their messages."""
         me, parts, relays = self._me, division.parts, division.relays
         sources = {relay.source for relay in relays}
         direct = [(relay.by, relay.piece) for relay in relays if relay.source == me]
         first = [(relay.source, relay.piece) for relay in relays if relay.by == me]
-        passed = [(i, relay.piece) for relay in relays if relay.by == me for i in others if i != relay.source]
+        passed = [(i, relay.piece) for relay in relays if relay.by == me for i in peers if i != relay.source]
         later = [(relay.by, relay.piece) for relay in relays if me not in (relay.by, relay.source)]
-        give = direct if me in sources else [(i, parts[me]) for i in others]
-        take = [(i, parts[i]) for i in others if i not in sources] + first
+        give = direct if me in sources else [(i, parts[me]) for i in peers]
+        take = [(i, parts[i]) for i in peers if i not in sources] + first
 
         def messages(pieces: Iterable[tuple[int, slice]]) -> _Messages:
             return list(_messages((i, result[piece]) for i, piece in pieces))
@@ -230,7 +232,7 @@ def _messages(vectors: Iterable[tuple[int, ChecksummedVector]]) -> Iterator[tupl
 
 def _division(span: SlotSpan, rows: Sequence[Sequence[Row]], result_type: torch.dtype) -> Division:
     """Return the share of each process."""
-    loads = [sum(row.dtype.itemsize for row in here) / result_type.itemsize for here in rows]
+    loads = [sum(row.dtype.itemsize for row in process_rows) / result_type.itemsize for process_rows in rows]
     is_long = span.length * span.dtype.itemsize >= BALANCED_BYTES
     return divide(span.length, span.line, loads, balanced=is_long)
 

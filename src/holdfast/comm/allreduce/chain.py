@@ -79,8 +79,8 @@ class _Plan:
 
 def visits_of(holders: dict[int, int]) -> list[Visit]:
     """Return the visits of a sum, given the host of each slice; at least one."""
-    found = groupby(sorted(holders), lambda n: holders[n])
-    return [Visit(host, tuple(slices)) for host, slices in found] or [Visit(0, ())]
+    runs = groupby(sorted(holders), lambda n: holders[n])
+    return [Visit(host, tuple(slices)) for host, slices in runs] or [Visit(0, ())]
 
 
 class ChainReduce(HierarchicalReduce):
@@ -104,18 +104,18 @@ class ChainReduce(HierarchicalReduce):
     ) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         assert order == self.order, order
-        known = self._chains.get(span)
-        if known is None or (known.slots is not slots and known.slots != slots):
+        plan = self._chains.get(span)
+        if plan is None or (plan.slots is not slots and plan.slots != slots):
             planner = _Planner(self._me, self._hosts, self._memory, span, slots)
-            known = self._chains[span] = planner.plan(self._buffer)
+            plan = self._chains[span] = planner.plan(self._buffer)
         self.check_same(span)  # A: all terms are there
         midway()
-        for turn in known.turns:
+        for turn in plan.turns:
             for addition, is_last in turn.additions:
                 addition(mean if is_last else None, altered)
             if turn.give or turn.take:
                 self._mover.exchange(turn.give, turn.take)
-        if not all(result.is_intact() for result in known.taken):
+        if not all(result.is_intact() for result in plan.taken):
             altered(SUM)
         self._barrier()  # B: all shares are there, on all hosts
         return self.result(span)

@@ -195,18 +195,18 @@ class HierarchicalReduce:
     # -- the plan: additions and messages
 
     def _get_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
-        known = self._plans.get((span, order))
-        if known is None or (known.slots is not slots and known.slots != slots):
-            known = self._plans[span, order] = self._make_plan(span, slots, order)
-        return known
+        plan = self._plans.get((span, order))
+        if plan is None or (plan.slots is not slots and plan.slots != slots):
+            plan = self._plans[span, order] = self._make_plan(span, slots, order)
+        return plan
 
     def _make_plan(self, span: SlotSpan, slots: Slots, order: str) -> _Plan:
         host = self._hosts[self._me]
         sums = self._sums(span, slots, order)
         cut = list(pieces(self._hosts, span.length, span.line))
         rounds = [_Round() for _ in range(self._num_rounds(span, cut))]
-        mine = [piece for piece in cut if piece.workers[host] == self._me]
-        parts = [(n, part) for piece in mine for n, part in enumerate(piece.divided(len(rounds), span.line))]
+        own_pieces = [piece for piece in cut if piece.workers[host] == self._me]
+        parts = [(n, part) for piece in own_pieces for n, part in enumerate(piece.divided(len(rounds), span.line))]
         vectors = self._buffer.divide(span, [block for _, piece in parts for block in _blocks(piece, host, sums)])
         for number, piece in parts:
             if piece.finisher == host:
@@ -223,9 +223,9 @@ class HierarchicalReduce:
         rows: list[list[Row]] = [[] for _ in set(self._hosts)]
         for group in addable(holders, order):
             rows[holders[group[0]]].append(Row(group, row_type(group, holders, order, span.dtype)))
-        mine = self._hosts[self._me]
+        host = self._hosts[self._me]
         terms = {
-            n: span.vector(self._memory.terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == mine
+            n: span.vector(self._memory.terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host
         }
         return _Sums(span, order, terms, rows)
 
@@ -238,13 +238,13 @@ class HierarchicalReduce:
         """Add the groups of this host, send the sums to the worker that finishes the piece, and receive the result."""
         span, _, terms, rows = sums
         result = self._result(plan, piece, sums, vectors)
-        mine = rows[self._hosts[self._me]]
+        own_rows = rows[self._hosts[self._me]]
         peer, part = piece.workers[piece.finisher], piece.part
-        if _is_one_slice(mine, span):  # nothing to add: it is sent from where it is, as the only row
-            plan.give_sums += [(peer, message[None]) for message in terms[mine[0].slices[0]][part].messages()]
+        if _is_one_slice(own_rows, span):  # nothing to add: it is sent from where it is, as the only row
+            plan.give_sums += [(peer, message[None]) for message in terms[own_rows[0].slices[0]][part].messages()]
         else:
-            received, messages = _divided(mine, vectors)
-            for (slices, _), out in zip(mine, received, strict=True):
+            received, messages = _divided(own_rows, vectors)
+            for (slices, _), out in zip(own_rows, received, strict=True):
                 group_terms = [(n, terms[n][part]) for n in slices]
                 plan.own.append(TiledSum(group_terms, out, part.start, ORDER_BETWEEN_HOSTS))
             plan.give_sums += [(peer, message) for message in messages]
@@ -255,15 +255,15 @@ class HierarchicalReduce:
         """Receive the sums of other hosts, add them and the slices of this one, and send the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in sums.terms.items()]
         out = self._result(plan, piece, sums, vectors)
-        others = [worker for host, worker in enumerate(piece.workers) if host != piece.finisher]
-        plan.give_results += [(others, message) for message in out.messages()]
-        for host, (peer, theirs) in enumerate(zip(piece.workers, sums.rows, strict=True)):
+        peers = [worker for host, worker in enumerate(piece.workers) if host != piece.finisher]
+        plan.give_results += [(peers, message) for message in out.messages()]
+        for host, (peer, peer_rows) in enumerate(zip(piece.workers, sums.rows, strict=True)):
             if host == piece.finisher:
                 continue
-            received, messages = _divided(theirs, vectors)
+            received, messages = _divided(peer_rows, vectors)
             plan.take_sums += [(peer, message) for message in messages]
             # A group's sum takes the place of one of its slices: no other slice is added before it is complete.
-            meeting += [(row.slices[0], vector) for row, vector in zip(theirs, received, strict=True)]
+            meeting += [(row.slices[0], vector) for row, vector in zip(peer_rows, received, strict=True)]
         meeting.sort(key=lambda term: term[0])
         plan.finish.append(TiledSum(meeting, out, piece.part.start, sums.order))
 
@@ -283,8 +283,8 @@ class HierarchicalReduce:
         return ChecksummedVector(result, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
-def _is_one_slice(mine: Sequence[Row], span: SlotSpan) -> bool:
-    return len(mine) == 1 and len(mine[0].slices) == 1 and mine[0].dtype == span.dtype
+def _is_one_slice(rows: Sequence[Row], span: SlotSpan) -> bool:
+    return len(rows) == 1 and len(rows[0].slices) == 1 and rows[0].dtype == span.dtype
 
 
 def _blocks(piece: ReducePiece, host: int, sums: _Sums) -> Iterator[Block]:
@@ -295,9 +295,9 @@ def _blocks(piece: ReducePiece, host: int, sums: _Sums) -> Iterator[Block]:
     length = piece.part.stop - piece.part.start
     if is_rounded(sums.order):
         yield (length,), torch.bfloat16
-    mine = sums.rows[host]
-    others = [rows for other, rows in enumerate(sums.rows) if other != host]
-    moved = others if piece.finisher == host else [] if _is_one_slice(mine, sums.span) else [mine]
+    own_rows = sums.rows[host]
+    peer_rows = [rows for other, rows in enumerate(sums.rows) if other != host]
+    moved = peer_rows if piece.finisher == host else [] if _is_one_slice(own_rows, sums.span) else [own_rows]
     for rows in moved:
         for dtype, count in Counter(row.dtype for row in rows).items():
             yield (count, length), dtype
@@ -328,12 +328,12 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[ReducePiece
     evenly among the hosts, which each finish one piece, so traffic is balanced. Boundaries are multiples of ``line``.
     """
     count = max(hosts) + 1
-    workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(count)]
-    chunks = [_even(length, len(here), line) for here in workers]
-    places = (i * chunk for here, chunk in zip(workers, chunks, strict=True) for i in range(len(here)))
+    workers = [[process for process, host in enumerate(hosts) if host == index] for index in range(count)]
+    chunks = [_even(length, len(host_workers), line) for host_workers in workers]
+    places = (i * chunk for host_workers, chunk in zip(workers, chunks, strict=True) for i in range(len(host_workers)))
     cuts = sorted({place for place in places if place < length})
     for start, stop in pairwise([*cuts, length]):
-        owners = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
+        owners = tuple(host_workers[start // chunk] for host_workers, chunk in zip(workers, chunks, strict=True))
         size = _even(stop - start, count, line)
         for finisher, begin in enumerate(range(start, stop, size)):
             yield ReducePiece(slice(begin, min(begin + size, stop)), owners, finisher)
@@ -341,8 +341,8 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[ReducePiece
 
 def rails(hosts: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the groups of processes that exchange pieces: the n-th of every host, or all if hosts are not alike."""
-    workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(max(hosts) + 1)]
-    if len({len(here) for here in workers}) > 1:
+    workers = [[process for process, host in enumerate(hosts) if host == index] for index in range(max(hosts) + 1)]
+    if len({len(host_workers) for host_workers in workers}) > 1:
         return [tuple(range(len(hosts)))]
     return list(zip(*workers, strict=True))
 

@@ -60,8 +60,8 @@ class HostBarrier:
         self._known = np.array([[n, comm.generation] for n in memory.incarnations], dtype=np.int64)
         self._phase = 0
         self._patience = patience(-(-comm.num_processes // len(self._firsts)))
-        self._told = torch.zeros(_HEAD + MAX_INTEGERS, dtype=torch.int64)
-        self._heard = torch.zeros_like(self._told)
+        self._outbox = torch.zeros(_HEAD + MAX_INTEGERS, dtype=torch.int64)
+        self._inbox = torch.zeros_like(self._outbox)
 
     def __call__(self, values: Sequence[int] = ()) -> list[int]:
         """Wait until all workers have called it, and return the maximum of each of up to 15 integers over all.
@@ -72,14 +72,14 @@ class HostBarrier:
         self._phase += 1
         if not self._uses_words:
             return self._by_fabric(values)
-        mine = self._words[self._me]
-        mine[_GIVEN] = _LOWEST
-        mine[_GIVEN][: len(values)] = values
-        mine[_ARRIVED] = self._phase
+        own_row = self._words[self._me]
+        own_row[_GIVEN] = _LOWEST
+        own_row[_GIVEN][: len(values)] = values
+        own_row[_ARRIVED] = self._phase
         first = self._words[self._firsts[self._host]]
         with waiting:
             if self._me == self._firsts[self._host]:
-                self._lead(mine)
+                self._lead(own_row)
             else:
                 self._wait(lambda: first[_RELEASED] >= self._phase)
         self._check(first[[0, 1, _RELEASED]], self._firsts[self._host])
@@ -92,31 +92,31 @@ class HostBarrier:
             raise PeerFailed(f"processes are in phases from {-earliest} to {latest}, and not all in {self._phase}")
         return largest
 
-    def _lead(self, mine: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    def _lead(self, own_row: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """Wait for the workers of this host, exchange the maximum with the other hosts, and release the workers."""
         self._wait(lambda: self._words[self._local, _ARRIVED].min() >= self._phase)
         for process in self._local:
             self._check(self._words[process, [0, 1, _ARRIVED]], process)
-        mine[_LARGEST] = self._between_hosts(self._words[self._local, _GIVEN].max(0))
-        mine[_RELEASED] = self._phase
+        own_row[_LARGEST] = self._between_hosts(self._words[self._local, _GIVEN].max(0))
+        own_row[_RELEASED] = self._phase
 
     def _between_hosts(
         self, largest: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        told, heard = self._told.numpy(), self._heard.numpy()
-        told[:_HEAD] = (*self._known[self._me], self._phase)
-        told[_HEAD:] = largest
+        outbox, inbox = self._outbox.numpy(), self._inbox.numpy()
+        outbox[:_HEAD] = (*self._known[self._me], self._phase)
+        outbox[_HEAD:] = largest
         for to, source in dissemination_rounds(self._host, len(self._firsts)):
             sender = self._firsts[source]
-            self._comm.sendrecv([(self._firsts[to], self._told)], [(sender, self._heard)])
-            self._check(heard[:_HEAD], sender)
-            np.maximum(told[_HEAD:], heard[_HEAD:], out=told[_HEAD:])
-        return told[_HEAD:]
+            self._comm.sendrecv([(self._firsts[to], self._outbox)], [(sender, self._inbox)])
+            self._check(inbox[:_HEAD], sender)
+            np.maximum(outbox[_HEAD:], inbox[_HEAD:], out=outbox[_HEAD:])
+        return outbox[_HEAD:]
 
     def _wait(self, is_so: Callable[[], object]) -> None:
         wait_until(is_so, self._comm.check_failures, self._patience)
 
-    def _check(self, found: np.ndarray[tuple[int], np.dtype[np.int64]], process: int) -> None:
-        if (found[:2] != self._known[process]).any() or found[2] != self._phase:
-            told = f"incarnation, generation and phase are {found.tolist()}"
-            raise PeerFailed(f"process {process} has not reached phase {self._phase}: {told}")
+    def _check(self, words: np.ndarray[tuple[int], np.dtype[np.int64]], process: int) -> None:
+        if (words[:2] != self._known[process]).any() or words[2] != self._phase:
+            detail = f"incarnation, generation and phase are {words.tolist()}"
+            raise PeerFailed(f"process {process} has not reached phase {self._phase}: {detail}")

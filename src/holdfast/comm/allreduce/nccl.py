@@ -146,11 +146,11 @@ class NcclMover:
 
     def _share_id(self, me: int) -> bytes:
         """Return the id that the rail's first process has made."""
-        first, *others = self._rail
+        first, *peers = self._rail
         identity = torch.zeros(_ID_BYTES, dtype=torch.uint8)
         if me == first:
             identity.copy_(torch.frombuffer(bytearray(self._library.make_id()), dtype=torch.uint8))
-            self._comm.sendrecv([(process, identity) for process in others], [])
+            self._comm.sendrecv([(process, identity) for process in peers], [])
         else:
             self._comm.sendrecv([], [(first, identity)])
         return identity.numpy().tobytes()

@@ -73,8 +73,8 @@ class NcclLibrary:
 
     def abort(self, generation: int) -> None:
         """See :meth:`~holdfast.comm.allreduce.nccl.Library.abort`. Then waits until the device has ended its work."""
-        aborted = [made for its, made in self._communicators if its <= generation]
-        self._communicators = [(its, made) for its, made in self._communicators if its > generation]
+        aborted = [made for number, made in self._communicators if number <= generation]
+        self._communicators = [(number, made) for number, made in self._communicators if number > generation]
         with self._nccl.group():
             for communicator in aborted:
                 communicator.abort()

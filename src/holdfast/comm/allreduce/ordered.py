@@ -75,7 +75,7 @@ class OrderedAllReduce:
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
         self._fits: Slots = ()
-        self._asked: tuple[Sequence[int], Sequence[int], Mapping[int, int]] = ((), (), {})
+        self._slots_key: tuple[Sequence[int], Sequence[int], Mapping[int, int]] = ((), (), {})
         self._slots: Slots = ()
         self._warned = shared_bytes == 0
         self.keeps_terms = True
@@ -196,8 +196,8 @@ class OrderedAllReduce:
 
     def _assign_slots(self, owners: Mapping[int, int], rows: Sequence[int]) -> Slots:
         """Return which process has which terms; all buckets of a step get the same object, computed once."""
-        asked = (self._comm.members, list(rows), owners)
-        if self._asked != asked:
+        key = (self._comm.members, list(rows), owners)
+        if self._slots_key != key:
             processes = self._comm.processes
             process_of = {rank: process for process, ranks in enumerate(processes) for rank in ranks}
             held: list[list[int]] = [[] for _ in processes]
@@ -206,9 +206,9 @@ class OrderedAllReduce:
                     held[process_of[owners[number]]].append(number)
             if rows:
                 me = process_of[self._comm.local_ranks[0]]
-                mine = set(held[me])
-                held[me] = [number if number in mine else LEFT_OUT for number in rows]
-            self._asked, self._slots = (*asked[:2], dict(owners)), tuple(map(tuple, held))
+                own_slices = set(held[me])
+                held[me] = [number if number in own_slices else LEFT_OUT for number in rows]
+            self._slots_key, self._slots = (*key[:2], dict(owners)), tuple(map(tuple, held))
         return self._slots
 
     def _choose_path(self, slots: Slots, order: str) -> Path:
@@ -219,19 +219,19 @@ class OrderedAllReduce:
 
     def _path_of_generation(self, slots: Slots) -> Path:
         """Return the transport, chosen anew in every generation: shared memory of an older one is not reused."""
-        generation, known = self._made_for
+        generation, counts = self._made_for
         if self._path is not None and slots is self._fits and generation == self._comm.generation:
             return self._path
         rows = tuple(map(len, slots))
         is_old = generation != self._comm.generation
-        if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
-            rows = rows if is_old else tuple(map(max, rows, known))
+        if is_old or any(need > have for need, have in zip(rows, counts, strict=True)):
+            rows = rows if is_old else tuple(map(max, rows, counts))
             if is_old and self._mover is not None:
                 self._mover.abort()
                 self._mover = None
             self._path, self._taken, self._made_for = None, None, (-1, ())
-            self._path, told = self._make_path(rows[self._comm.processes.index(self._comm.local_ranks)])
-            self._made_for = (self._comm.generation, tuple(map(max, rows, told)))
+            self._path, new_counts = self._make_path(rows[self._comm.processes.index(self._comm.local_ranks)])
+            self._made_for = (self._comm.generation, tuple(map(max, rows, new_counts)))
         assert self._path is not None
         self._fits = slots
         return self._path
@@ -244,19 +244,19 @@ class OrderedAllReduce:
             return sum_alone(self._comm, self._room, self._size_bytes, self._device), none
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same on every process
-            known = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
-            between = between_hosts(self.order, known.hosts)
-            if not known.is_one_host and between is None:
+            exchange = MemoryExchange(self._comm, self._segments, self._size_bytes, self._opened)
+            between = between_hosts(self.order, exchange.hosts)
+            if not exchange.is_one_host and between is None:
                 return AllToAllReduce(self._comm, self._room, self._size_bytes), none  # expected, no warning
-            memory = known.open()
+            memory = exchange.open()
             if not isinstance(memory, str):
-                if known.is_one_host:
+                if exchange.is_one_host:
                     made: Path = SharedMemoryReduce(self._comm, memory)
                 else:
                     assert between is not None
-                    self._mover = self._mover or self._make_mover(self._comm, known.hosts)
-                    made = between(self._comm, known.hosts, memory, self._mover)
-                return made, [len(row.slots) for row in known.told]
+                    self._mover = self._mover or self._make_mover(self._comm, exchange.hosts)
+                    made = between(self._comm, exchange.hosts, memory, self._mover)
+                return made, [len(row.slots) for row in exchange.told]
             why = memory
         self._warn(why)
         return AllToAllReduce(self._comm, self._room, self._size_bytes), none

@@ -71,11 +71,11 @@ def _has_bits_of_torch(dtype: torch.dtype, device: torch.device) -> bool:
     numbers = torch.arange(1, 3001, dtype=torch.float32, device=device)
     numbers[:1000] *= 2.0**-136
     terms = [(k, (numbers / (3 + k)).to(dtype)) for k in range(5)]
-    ours, theirs = torch.empty_like(terms[0][1]), torch.empty_like(terms[0][1])
+    result, reference = torch.empty_like(terms[0][1]), torch.empty_like(terms[0][1])
     mean = MeanDivisor(300.0, 2900)
-    add_by_torch(terms, theirs, "tree", mean)
-    add_by_kernel(terms, ours, "tree", mean)
-    return torch.equal(ours, theirs)
+    add_by_torch(terms, reference, "tree", mean)
+    add_by_kernel(terms, result, "tree", mean)
+    return torch.equal(result, reference)
 
 
 def _fits_kernel(terms: Terms, out: torch.Tensor, order: str) -> bool:
@@ -183,6 +183,6 @@ class WholeSum:
         for number, tile in self._checked:
             if not tile.is_intact():
                 altered(number)
-        here = None if mean is None else MeanDivisor(mean.divisor, mean.numbers - self._start)
-        self._add(self._terms, self._out.numbers, self._order, here)
+        own_mean = None if mean is None else MeanDivisor(mean.divisor, mean.numbers - self._start)
+        self._add(self._terms, self._out.numbers, self._order, own_mean)
         self._out.seal()

@@ -241,19 +241,19 @@ class SharedMemoryReduce:
     def _addition(self, span: SlotSpan, slots: Slots, order: str) -> TiledSum | WholeSum:
         if len(self._additions) > _MOST_KEPT:  # collectives may be of any length
             del self._additions[next(iter(self._additions))]
-        known = self._additions.get((span, order))
-        if known is None or known[0] != slots:
+        entry = self._additions.get((span, order))
+        if entry is None or entry[0] != slots:
             chunk = -(-span.length // (len(slots) * span.line)) * span.line
-            mine = slice(min(self._me * chunk, span.length), min((self._me + 1) * chunk, span.length))
+            own_part = slice(min(self._me * chunk, span.length), min((self._me + 1) * chunk, span.length))
             terms = sorted(
                 (n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
             )
-            vectors = [(n, _share(span, self._memory.terms[process][row], mine)) for n, (process, row) in terms]
+            vectors = [(n, _share(span, self._memory.terms[process][row], own_part)) for n, (process, row) in terms]
             out = ChecksummedVector(
-                span.of(self._memory.result)[mine], tile=vectors[0][1].tile if vectors else span.tile
+                span.of(self._memory.result)[own_part], tile=vectors[0][1].tile if vectors else span.tile
             )
-            known = self._additions[span, order] = (slots, self._sum_of(vectors, out, mine.start, order))
-        return known[1]
+            entry = self._additions[span, order] = (slots, self._sum_of(vectors, out, own_part.start, order))
+        return entry[1]
 
     def _sum_of(
         self, terms: Sequence[tuple[int, ChecksummedVector]], out: ChecksummedVector, start: int, order: str
@@ -320,19 +320,19 @@ class MemoryExchange:
 
     Args:
         comm: The members.
-        mine: This worker's slots; None if it has no memory for them.
+        segments: This worker's slots; None if it has no memory for them.
         size_bytes: Size of every slot.
         opened: Slots of other processes mapped already: only their owners write them, so they outlive a generation.
     """
 
     def __init__(
-        self, comm: Collectives, mine: Sequence[SharedSegment] | None, size_bytes: int, opened: OpenSegments
+        self, comm: Collectives, segments: Sequence[SharedSegment] | None, size_bytes: int, opened: OpenSegments
     ) -> None:
         self.comm = comm
         self.size_bytes = size_bytes
         self._opened = opened
         self.me = comm.processes.index(comm.local_ranks)
-        self._mine = mine
+        self._segments = segments
         self._head_bytes = len(comm.processes) * _WORDS * 8
         self._incarnation = int.from_bytes(os.urandom(7), "little")
         self._made = self._make_result() if self.me == 0 else None
@@ -367,7 +367,7 @@ class MemoryExchange:
         return memory
 
     def _make_result(self) -> SharedSegment | None:
-        if self._mine is None:
+        if self._segments is None:
             return None
         try:
             made = SharedSegment(self._head_bytes + self.size_bytes)
@@ -377,15 +377,15 @@ class MemoryExchange:
         return made
 
     def _publish(self, *, is_maker: bool) -> list[MemoryOffer]:
-        ready = self._mine is not None and (self._made is not None or not is_maker)
-        fds = [segment.fd for segment in self._mine or ()]
+        ready = self._segments is not None and (self._made is not None or not is_maker)
+        fds = [segment.fd for segment in self._segments or ()]
         result = -1 if self._made is None else self._made.fd
-        said = [int(ready), host_id(), os.getpid(), self._incarnation, result, *fds]
-        width, largest, smallest = self.comm.maximum([len(said), self.size_bytes, -self.size_bytes])
+        offer = [int(ready), host_id(), os.getpid(), self._incarnation, result, *fds]
+        width, largest, smallest = self.comm.maximum([len(offer), self.size_bytes, -self.size_bytes])
         if largest != -smallest:
             lengths = f"of {-smallest} to {largest} bytes"
             raise ScriptError(f"the workers all-reduce vectors of different lengths, {lengths}")
-        row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
+        row = torch.tensor(offer + [-1] * (width - len(offer)), dtype=torch.int64)
         rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
         self.comm.allgather(row, rows)
         return [
@@ -403,7 +403,7 @@ class MemoryExchange:
                 for row, slots in zip(self.told, near, strict=True)
             ]
             whole = open_segment(maker.pid, maker.result, size_bytes, writable=True)
-            given = open_segment(maker.pid, maker.result, size_bytes)
+            read_view = open_segment(maker.pid, maker.result, size_bytes)
         except OSError:
             return None
         head = whole[: self._head_bytes].view(torch.int64).numpy().reshape(len(self.told), _WORDS)
@@ -411,4 +411,4 @@ class MemoryExchange:
             return None
         head[self.me, :2] = (self._incarnation, self.comm.generation)
         incarnations = [row.incarnation for row in self.told]
-        return HostMemory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, incarnations)
+        return HostMemory(terms, whole[self._head_bytes :], read_view[self._head_bytes :], head, incarnations)

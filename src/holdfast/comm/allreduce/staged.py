@@ -146,7 +146,7 @@ class StagedAllReduce(OrderedAllReduce):
         return memory
 
     def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
-        path, told = super()._make_path(rows)
+        path, counts = super()._make_path(rows)
         for event in self._sending.values():
             self._on.wait(event, Wait.UNPINNED)
         self._sending.clear()
@@ -155,7 +155,7 @@ class StagedAllReduce(OrderedAllReduce):
         self._pinned = path.result_memory
         if self._pinned is not None:
             self._on.pin(self._pinned)
-        return path, told
+        return path, counts
 
 
 class DeviceAllReduce(OrderedAllReduce):

@@ -76,16 +76,16 @@ def find_mpirun() -> str:
     """
     beside = Path(sys.executable).with_name("mpirun")
     if os.access(beside, os.X_OK):
-        found: str | None = str(beside)
+        path: str | None = str(beside)
     else:
-        found = shutil.which("mpirun")
-        if found is not None and (wrong := _why_unusable(open_mpi_version(found))):
-            raise ConfigError(f"{found} {wrong}: {_INSTEAD}")
-    there = {"mpirun": found, "mpi4py": importlib.util.find_spec("mpi4py")}
+        path = shutil.which("mpirun")
+        if path is not None and (wrong := _why_unusable(open_mpi_version(path))):
+            raise ConfigError(f"{path} {wrong}: {_INSTEAD}")
+    there = {"mpirun": path, "mpi4py": importlib.util.find_spec("mpi4py")}
     missing = [name for name, what in there.items() if what is None]
-    if found is None or missing:
+    if path is None or missing:
         raise ConfigError(f"MPI is not installed (no {' and no '.join(missing)}): {_INSTEAD}")
-    return found
+    return path
 
 
 def _why_unusable(version: str) -> str:

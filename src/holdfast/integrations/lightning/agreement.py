@@ -26,11 +26,11 @@ def agreed(key: str, choose: Callable[[], Any]) -> Any:
     with _locked(_VALUES) as file:
         if file is None:
             return choose()
-        known = dict(json.loads(line) for line in file)
-        if key not in known:
-            known[key] = choose()
-            file.write(json.dumps([key, known[key]]) + "\n")
-        return known[key]
+        values = dict(json.loads(line) for line in file)
+        if key not in values:
+            values[key] = choose()
+            file.write(json.dumps([key, values[key]]) + "\n")
+        return values[key]
 
 
 def in_turn(function: Callable[[], Any]) -> Callable[[], Any]:

@@ -174,8 +174,8 @@ def _siblings(target: Path) -> list[Path]:
     if not target.parent.is_dir():
         return []
     described = [path.with_name(path.name.removesuffix(SIDECAR)) for path in target.parent.glob(f"*{SIDECAR}")]
-    found = [path for path in described if path != target and path.is_file()]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    siblings = [path for path in described if path != target and path.is_file()]
+    return sorted(siblings, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _sidecar(path: Path) -> Path:

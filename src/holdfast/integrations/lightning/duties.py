@@ -28,7 +28,7 @@ class LeadDuties:
         self._loggers = LoggerRelay(lambda: self._was_lead)
         self._model = model
         self._undone: list[Callable[[], None]] = []
-        self._found: frozenset[str] = frozenset()
+        self._initial_files: frozenset[str] = frozenset()
         self._exists: dict[str, bool] = {}
 
     def begin(self, trainer: Trainer) -> None:
@@ -38,12 +38,12 @@ class LeadDuties:
             if isinstance(callback, ModelCheckpoint):
                 # As Lightning has it, the lead alone looks at the directory and broadcasts. Here each worker knows which
                 # files there were before training, and which ones the job has saved or removed since.
-                found = Path(callback.dirpath or ".").glob("*")
-                self._found |= {str(path) for path in found}
+                paths = Path(callback.dirpath or ".").glob("*")
+                self._initial_files |= {str(path) for path in paths}
                 callback.file_exists = lambda filepath, trainer: self._knows(filepath)
 
     def _knows(self, filepath: str | Path) -> bool:
-        return self._exists.get(str(filepath), str(filepath) in self._found)
+        return self._exists.get(str(filepath), str(filepath) in self._initial_files)
 
     def save(self, checkpoint_io: Any, checkpoint: dict[str, Any], path: str | Path, options: Any) -> None:
         """Write a checkpoint, on the lead."""

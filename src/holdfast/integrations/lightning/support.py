@@ -35,13 +35,13 @@ _trainings: list[bool] = []
 """One item for each training of this process."""
 
 
-def check_settings(given: Mapping[str, Any]) -> None:
+def check_settings(options: Mapping[str, Any]) -> None:
     """Check the settings of the job.
 
     Raises:
         ConfigError: if one needs what a Lightning loop cannot do.
     """
-    settings = Settings.from_env(**given)
+    settings = Settings.from_env(**options)
     is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
     if is_newcomer or RESPAWNS in os.environ:
         raise _refused("--respawn", "a new worker cannot enter a running trainer.fit; survivors take over the slices")
@@ -116,13 +116,13 @@ def check_loader(loader: Any) -> None:
         raise _refused(f"the sampler {own}", "the order is that of shuffle=True or shuffle=False, known to survivors")
 
 
-def check_same_data(position: Mapping[str, Any], loader: Any, given: Mapping[str, Any]) -> None:
+def check_same_data(position: Mapping[str, Any], loader: Any, options: Mapping[str, Any]) -> None:
     """Check that a job continues in the order of samples, and in the slices, of the checkpoint that it resumes from.
 
     Raises:
         ConfigError: if something that decides them has changed.
     """
-    settings = Settings.from_env(**given)
+    settings = Settings.from_env(**options)
     now = {
         "num_samples": len(loader.dataset),
         "batch_size": loader.batch_size,

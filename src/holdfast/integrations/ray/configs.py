@@ -121,26 +121,26 @@ def read_scaling(config: Any, workers_per_node: int) -> JobScale:
     )
 
 
-def _range(given: Any) -> tuple[int, int]:
-    least, most = given if isinstance(given, tuple | list) and len(given) == 2 else (given, given)
+def _range(value: Any) -> tuple[int, int]:
+    least, most = value if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
     for number in (least, most):
-        _check_whole("num_workers", number, given)
+        _check_whole("num_workers", number, value)
     if least > most:
-        _refuse(f"num_workers must be (min, max) with min at most max, got {given!r}")
+        _refuse(f"num_workers must be (min, max) with min at most max, got {value!r}")
     if most > MOST_WORKERS:
-        _refuse(f"num_workers must be at most {MOST_WORKERS}, got {given!r}")
+        _refuse(f"num_workers must be at most {MOST_WORKERS}, got {value!r}")
     return least, most
 
 
-def _check_whole(name: str, number: Any, given: Any = None) -> None:
+def _check_whole(name: str, number: Any, value: Any = None) -> None:
     if type(number) is not int or number < 1:
         pair = ", or a pair (min, max) of them" if name == "num_workers" else ""
-        _refuse(f"{name} must be a whole number, at least 1{pair}, got {number if given is None else given!r}")
+        _refuse(f"{name} must be a whole number, at least 1{pair}, got {number if value is None else value!r}")
 
 
 def _bundle(config: Any, workers_per_node: int) -> dict[str, float]:
-    asked = config.resources_per_worker
-    each = {"CPU": 1.0, **({"GPU": 1.0} if config.use_gpu else {})} if asked is None else dict(asked)
+    resources = config.resources_per_worker
+    each = {"CPU": 1.0, **({"GPU": 1.0} if config.use_gpu else {})} if resources is None else dict(resources)
     if config.use_gpu:
         each.setdefault("GPU", 1.0)
     for name, amount in each.items():

@@ -47,11 +47,11 @@ def make_job(
     if rdzv and not rdzv.startswith("etcd://"):
         raise ConfigError(f"rdzv must be etcd://HOST:PORT[,HOST:PORT...]/JOB, or not given, got {rdzv!r}")
     _check_names(options)
-    given = {name: value for name, value in options.items() if name in (*_OPTIONS[Settings], *_ALSO)}
+    values = {name: value for name, value in options.items() if name in (*_OPTIONS[Settings], *_ALSO)}
     for_launcher = {name: value for name, value in options.items() if name in _OPTIONS[Job]}
-    if folder and not given.get("checkpoint_dir"):
-        given["checkpoint_dir"] = f"{folder}/checkpoints"
-    settings = _settings(given, scale)
+    if folder and not values.get("checkpoint_dir"):
+        values["checkpoint_dir"] = f"{folder}/checkpoints"
+    settings = _settings(values, scale)
     has_gpus = scale.bundle.get("GPU", 0) > 0
     job = Job(
         script=script or module_file(function.MODULE),
@@ -70,17 +70,17 @@ def make_job(
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
-    known = sorted({*_OPTIONS[Settings], *_OPTIONS[Job], *_ALSO})
+    names = sorted({*_OPTIONS[Settings], *_OPTIONS[Job], *_ALSO})
     for name in options:
         if name in _CHOSEN_HERE:
             raise ConfigError(f"options[{name!r}] is not for Ray: scaling_config, run_config and Ray determine it")
-        if name not in known:
-            raise ConfigError(f"options[{name!r}] is unknown; known options are {', '.join(known)}")
+        if name not in names:
+            raise ConfigError(f"options[{name!r}] is unknown; known options are {', '.join(names)}")
 
 
-def _settings(given: Mapping[str, Any], scale: JobScale) -> Settings:
+def _settings(values: Mapping[str, Any], scale: JobScale) -> Settings:
     """Return the settings of the workers, with a number of slices that does not depend on when nodes arrive."""
-    settings = Settings.from_env(**given)
+    settings = Settings.from_env(**values)
     folder = settings.checkpoint_dir
     if folder and "://" not in folder:
         settings = replace(settings, checkpoint_dir=str(Path(folder).absolute()))

@@ -68,8 +68,8 @@ class Leftovers:
     def __init__(self, job: str) -> None:
         self._locks: list[int] = []
         folders = sorted(Path(tempfile.gettempdir()).glob("holdfast-*")) if job else []
-        found = [run for folder in folders if (run := self._open(folder, job)) is not None]
-        self.runs: tuple[RunRecords, ...] = tuple(sorted(found, key=lambda run: run.epoch_s))
+        runs = [run for folder in folders if (run := self._open(folder, job)) is not None]
+        self.runs: tuple[RunRecords, ...] = tuple(sorted(runs, key=lambda run: run.epoch_s))
 
     def _open(self, folder: Path, job: str) -> RunRecords | None:
         """Return the records in a folder and keep it locked, if it is one of the job."""

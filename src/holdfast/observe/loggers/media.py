@@ -75,16 +75,16 @@ class StepMedia:
 
     def attach(self, step: LoggedStep) -> LoggedStep:
         """Return a committed step with its images and histograms; drop those of earlier steps, which were logged."""
-        found = self._waiting.pop(step.step, {})
-        self._num_waiting -= len(found)
+        media = self._waiting.pop(step.step, {})
+        self._num_waiting -= len(media)
         if any(not image.path.is_file() for image in step.images.values()):  # read from a record before it was dropped
             there = {name: image for name, image in step.images.items() if image.path.is_file()}
             self.num_absent += len(step.images) - len(there)
             step = replace(step, images=there)
         for number in [number for number in self._waiting if number < step.step]:
             self._drop(self._waiting.pop(number).values())
-        complete = with_media(step, found.values(), self._folder)
-        self.num_absent += len(found) - len(complete.images) - len(complete.histograms)
+        complete = with_media(step, media.values(), self._folder)
+        self.num_absent += len(media) - len(complete.images) - len(complete.histograms)
         return complete
 
     def done(self, step: LoggedStep) -> None:

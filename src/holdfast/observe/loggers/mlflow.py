@@ -58,23 +58,23 @@ class MlflowLogger:
         return self._last
 
     def _find_run(self) -> Any:
-        if given := os.environ.get("MLFLOW_RUN_ID"):
-            return self._client.get_run(given)
+        if env_id := os.environ.get("MLFLOW_RUN_ID"):
+            return self._client.get_run(env_id)
         experiment = self._experiment_id()
-        found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{self._holdfast_id}'", max_results=1)
-        if found:
-            return found[0]
+        runs = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{self._holdfast_id}'", max_results=1)
+        if runs:
+            return runs[0]
         return self._client.create_run(
             experiment, tags={RUN_TAG: self._holdfast_id}, run_name=os.environ.get("MLFLOW_RUN_NAME")
         )
 
     def _experiment_id(self) -> str:
-        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
-            return given
+        if env_id := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return env_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-        known = self._client.get_experiment_by_name(name)
-        found: str = self._client.create_experiment(name) if known is None else known.experiment_id
-        return found
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id: str = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        return experiment_id
 
     def write(self, steps: Sequence[LoggedStep]) -> None:
         """Write all values, in the order of the steps."""
@@ -83,7 +83,7 @@ class MlflowLogger:
         values = [
             Metric(name, value, round(1e3 * step.time_s), step.step)
             for step in steps
-            for name, value in ((metric_name(given), value) for given, value in step.metrics.items())
+            for name, value in ((metric_name(key), value) for key, value in step.metrics.items())
             if step.step > self._last.get(name, -1)  # the sink does not know the names of MLflow
         ]
         for first in range(0, len(values), _MOST_METRICS):

@@ -76,12 +76,12 @@ class RecoveryTracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        known: dict[str, Any] = {RUN_ID_ATTRIBUTE: self._run_id}
+        attributes: dict[str, Any] = {RUN_ID_ATTRIBUTE: self._run_id}
         if not (
             os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         ):
-            known["service.name"] = "holdfast"
-        self._provider = TracerProvider(resource=Resource.create(known), shutdown_on_exit=False)
+            attributes["service.name"] = "holdfast"
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter or self._open_exporter()))
         self._tracer = self._provider.get_tracer("holdfast")
         self._run = self._tracer.start_span("run", start_time=self._at(0.0))

@@ -88,14 +88,14 @@ class RecoveryTrace:
 
     def _note(self, record: Record) -> None:
         """Remember what the next span has to say."""
-        known = self._attributes
+        attributes = self._attributes
         match record:
             case FaultFired():
-                known["holdfast.injected"] = record.kind
+                attributes["holdfast.injected"] = record.kind
             case FailureSeen():
-                known |= {"holdfast.step": record.step, "holdfast.detected_in": record.phase}
+                attributes |= {"holdfast.step": record.step, "holdfast.detected_in": record.phase}
             case Recovered():
-                known |= {
+                attributes |= {
                     "holdfast.step": record.step,
                     "holdfast.decision": record.decision,
                     "holdfast.lost": record.lost,
@@ -104,9 +104,9 @@ class RecoveryTrace:
                     "holdfast.steps_redone": record.redone_steps,
                 }
             case WorkerEnded() if record.exit_code:
-                known["holdfast.exit_code"] = record.exit_code
+                attributes["holdfast.exit_code"] = record.exit_code
             case JobRestarted():
-                known |= {
+                attributes |= {
                     "holdfast.decision": "restart",
                     "holdfast.restart": record.restart,
                     "holdfast.reason": record.reason,

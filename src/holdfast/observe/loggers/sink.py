@@ -81,7 +81,7 @@ class LoggerSink:
         self._media = StepMedia(run.run_dir, files or MediaFiles(1))
         self._say = say
         self._unshown: Counter[str] = Counter()
-        self._said: set[str] = set()
+        self._notices: set[str] = set()
         self._logged: dict[str, int] | None = None  # None: the log is not open
         self._unwritten: list[LoggedStep] = []
         self._first: int | None = None
@@ -181,13 +181,13 @@ class LoggerSink:
         assert self._logged is not None
         last = max(self._logged.values(), default=-1)
         self._order.add_all((step for run in self._earlier for step in _steps_of(run)), are_first=True)
-        known = [*self._order.steps, *([] if self._first is None else [self._first])]
-        if not known:
+        steps = [*self._order.steps, *([] if self._first is None else [self._first])]
+        if not steps:
             return
         if last < 0:
-            self._order.begin(min(known))
+            self._order.begin(min(steps))
         else:  # the last step may lack some of its metrics, if its logger cannot write all of a step at once
-            self._order.begin(last if min(known) <= last else last + 1)
+            self._order.begin(last if min(steps) <= last else last + 1)
 
     # --- once
 
@@ -247,9 +247,9 @@ class LoggerSink:
             self._unshown["images and histograms of steps that waited too long"] += self._media.num_dropped
             self._media.num_dropped = 0
         if dropped := sum(self._unshown.values()):
-            for kind in sorted(set(self._unshown) - self._said):
+            for kind in sorted(set(self._unshown) - self._notices):
                 self._say(f"{self.name} shows no {kind}: they are left out there")
-            self._said |= set(self._unshown)
+            self._notices |= set(self._unshown)
             self._unshown.clear()
             raise NotTaken("", dropped=dropped)
 
@@ -264,8 +264,8 @@ class LoggerSink:
         last = self._last
         number = max(self._logged.values(), default=-1) if last is None else last.step
         of_step = {} if last is None else last.metrics
-        found = self._finished[min(self._finished)].metrics
-        metrics = {name: value for name, value in found.items() if name not in of_step}
+        final_metrics = self._finished[min(self._finished)].metrics
+        metrics = {name: value for name, value in final_metrics.items() if name not in of_step}
         return [LoggedStep(step=max(0, number), time_s=self._run.epoch_s + end_s, metrics=metrics, is_final=True)]
 
 

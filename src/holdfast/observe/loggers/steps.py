@@ -56,12 +56,12 @@ class LoggedStep:
     def without(self, logged: Mapping[str, int]) -> Self:
         """Return the step without what a log has of it: by name the last step, "" for all names."""
         last = logged.get("", -1)
-        known = {name for name in self.names if max(last, logged.get(name, -1)) >= self.step}
-        if not known:
+        names_in_log = {name for name in self.names if max(last, logged.get(name, -1)) >= self.step}
+        if not names_in_log:
             return self
-        metrics = {name: value for name, value in self.metrics.items() if name not in known}
-        images = {name: image for name, image in self.images.items() if name not in known}
-        histograms = {name: each for name, each in self.histograms.items() if name not in known}
+        metrics = {name: value for name, value in self.metrics.items() if name not in names_in_log}
+        images = {name: image for name, image in self.images.items() if name not in names_in_log}
+        histograms = {name: each for name, each in self.histograms.items() if name not in names_in_log}
         return replace(self, metrics=metrics, images=images, histograms=histograms)
 
 
@@ -117,11 +117,11 @@ class StepOrder:
             steps: The steps. Of each number the first one stands.
             are_first: They were committed before all that are known.
         """
-        found: dict[int, LoggedStep] = {}
+        by_number: dict[int, LoggedStep] = {}
         for step in steps:
             if self._next is None or step.step >= self._next:
-                found.setdefault(step.step, step)
-        self._waiting = self._waiting | found if are_first else found | self._waiting
+                by_number.setdefault(step.step, step)
+        self._waiting = self._waiting | by_number if are_first else by_number | self._waiting
         self.has_left_out = False
 
     @property
@@ -131,11 +131,11 @@ class StepOrder:
 
     def take(self, most: int) -> list[LoggedStep]:
         """Return the next steps, up to the first one that is missing, and at most so many."""
-        found: list[LoggedStep] = []
-        while self._next is not None and self._next in self._waiting and len(found) < most:
-            found.append(self._waiting.pop(self._next))
+        steps: list[LoggedStep] = []
+        while self._next is not None and self._next in self._waiting and len(steps) < most:
+            steps.append(self._waiting.pop(self._next))
             self._next += 1
-        return found
+        return steps
 
     def skip_missing(self) -> None:
         """Give up the :attr:`missing` steps."""

@@ -101,7 +101,7 @@ class LogTarget:
 
 def without_password(text: str) -> str:
     """Return a target as it may be published: :data:`HIDDEN` stands for the password, or the token, in its URL."""
-    return _USER_IN_URL.sub(lambda found: f"{found['scheme']}{found['user'] or ''}{HIDDEN}@", text)
+    return _USER_IN_URL.sub(lambda match: f"{match['scheme']}{match['user'] or ''}{HIDDEN}@", text)
 
 
 def parse_targets(texts: Sequence[str]) -> tuple[LogTarget, ...]:

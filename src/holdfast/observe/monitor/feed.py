@@ -65,9 +65,9 @@ class Feed:
 
     def full(self) -> bytes:
         """Return everything."""
-        told = self.source.live.full(self.source.now_s())
-        told["run"]["actions"] = list(self.source.actions) if told["run"]["live"] else []
-        return encoded(told)
+        state = self.source.live.full(self.source.now_s())
+        state["run"]["actions"] = list(self.source.actions) if state["run"]["live"] else []
+        return encoded(state)
 
     def summary(self) -> dict[str, Any]:
         """Return the entry of a list of runs."""
@@ -82,10 +82,10 @@ class Feed:
                 self._cached.clear()
             key = since, live.version
             if key not in self._cached or since == live.version:
-                told = live.changes(since, self.source.now_s())
-                if "run" in told:
-                    told["run"]["actions"] = list(self.source.actions) if told["run"]["live"] else []
-                self._cached[key] = encoded(told)
+                delta = live.changes(since, self.source.now_s())
+                if "run" in delta:
+                    delta["run"]["actions"] = list(self.source.actions) if delta["run"]["live"] else []
+                self._cached[key] = encoded(delta)
                 self._cached.move_to_end(key)
                 while len(self._cached) > _CACHED:
                     self._cached.popitem(last=False)
@@ -143,8 +143,8 @@ def _event(name: str, data: bytes) -> bytes:
 def run_id(name: str, taken: Mapping[str, object]) -> str:
     """Return a name for a run that is safe in a URL and not among those that are taken."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
-    found, number = plain, 1
-    while found in taken:
+    candidate, number = plain, 1
+    while candidate in taken:
         number += 1
-        found = f"{plain}-{number}"
-    return found
+        candidate = f"{plain}-{number}"
+    return candidate

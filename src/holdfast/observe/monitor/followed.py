@@ -103,9 +103,9 @@ def _inodes(directory: Path) -> list[tuple[Path, int]]:
     """Return the files of the records, oldest first, with their inodes, of one moment: none was renamed meanwhile."""
     while files := event_files(directory):
         with contextlib.suppress(FileNotFoundError):
-            found = [(path, path.stat().st_ino) for path in files]
+            inodes = [(path, path.stat().st_ino) for path in files]
             if event_files(directory) == files:
-                return found
+                return inodes
     return []
 
 
@@ -161,7 +161,7 @@ class FollowedFolder:
         if self._act is not None:
             unknown = self.live.without_pid()
             beacons = {rank: Beacon.read(beacon_path(self._directory, rank)) for rank in unknown}
-            self.live.note_processes({rank: found.pid for rank, found in beacons.items() if found is not None})
+            self.live.note_processes({rank: beacon.pid for rank, beacon in beacons.items() if beacon is not None})
         self._look_at_end()
 
     def _take(self, records: list[Record]) -> None:
@@ -175,27 +175,27 @@ class FollowedFolder:
 
     def _read(self) -> list[Record]:
         """Return new records: of one file, or of all workers' files together, whose times must be compared."""
-        found: list[Record] = []
+        new_records: list[Record] = []
         if files := event_files(self._directory):
-            found, is_other = self._events.read()
+            new_records, is_other = self._events.read()
             if is_other:
                 return self._read_another()
-            if found:
+            if new_records:
                 self._note_change(files[-1])
-            return found
+            return new_records
         for path in sorted(self._directory.glob("records-*.jsonl")):
             file = self._files.setdefault(path, GrowingFile(path))
-            before = len(found)
+            before = len(new_records)
             while True:
                 records, is_other = file.read()
                 if is_other:
                     return self._read_another()
-                found += records
+                new_records += records
                 if not records:
                     break
-            if len(found) > before:
+            if len(new_records) > before:
                 self._note_change(path)
-        return found
+        return new_records
 
     def _read_another(self) -> list[Record]:
         """Return the records of another run, which is there now."""

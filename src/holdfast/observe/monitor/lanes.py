@@ -116,12 +116,12 @@ class Lanes:
         self._in_state[self.by_rank.pop(oldest).state].discard(oldest)
         self.dropped.append((self._stamp(), oldest))
 
-    def note(self, rank: int, **known: Any) -> None:
+    def note(self, rank: int, **fields: Any) -> None:
         """Change what is known of a worker: ``pid``, ``cause``, ``joined``, ``step`` or ``slices``."""
         lane = self.by_rank.get(rank)
         if lane is None:
             return
-        for name, value in known.items():
+        for name, value in fields.items():
             if getattr(lane, name) != value:
                 setattr(lane, name, value)
                 self._change(lane)

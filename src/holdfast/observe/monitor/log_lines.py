@@ -38,8 +38,8 @@ def last_lines(path: Path, lines: int) -> list[str]:
             raise Refused(f"{path.name} is no file")
         skipped = max(0, about.st_size - _MOST_BYTES)
         opened.seek(skipped)
-        found = opened.read(_MOST_BYTES).decode(errors="replace").split("\n")
-    found = found[1:] if skipped else found  # the first may be incomplete
-    if found and not found[-1]:
-        found.pop()
-    return found[len(found) - lines :] if 0 < lines < len(found) else found if lines else []
+        tail = opened.read(_MOST_BYTES).decode(errors="replace").split("\n")
+    tail = tail[1:] if skipped else tail  # the first may be incomplete
+    if tail and not tail[-1]:
+        tail.pop()
+    return tail[len(tail) - lines :] if 0 < lines < len(tail) else tail if lines else []

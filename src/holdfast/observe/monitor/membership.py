@@ -130,9 +130,9 @@ class Membership:
         if active == self._shared_among:
             return
         self._shared_among = active
-        found = self._shares.of(active)
+        slices = self._shares.of(active)
         for rank in self.lanes.by_rank:
-            self.lanes.note(rank, slices=tuple(found.get(rank, ())))
+            self.lanes.note(rank, slices=tuple(slices.get(rank, ())))
 
     # -- begin and end
 

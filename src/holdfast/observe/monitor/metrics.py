@@ -190,8 +190,8 @@ class RunMetrics:
         for label, number in by_label.items():
             key = metric.name, label
             self._counted[key] = max(float(number), self._counted.get(key, 0.0))  # type: ignore[arg-type]
-        found = {label: number for (name, label), number in self._counted.items() if name == metric.name}
-        return found if metric.label else found[""]
+        counts = {label: number for (name, label), number in self._counted.items() if name == metric.name}
+        return counts if metric.label else counts[""]
 
     def _settle(self, until_s: float) -> None:
         for record in self._unsettled.until(until_s):
@@ -264,7 +264,7 @@ class RunMetrics:
             "holdfast_joins_total": len(history.joined),
             "holdfast_leaves_total": len(history.of(Left)),
             "holdfast_stragglers_total": len(history.of(StragglerSeen)),
-            "holdfast_corruptions_total": Counter(found.what for found in history.of(CorruptionFound)),
+            "holdfast_corruptions_total": Counter(finding.what for finding in history.of(CorruptionFound)),
             "holdfast_outage_seconds": Observations(outages.values()),
             "holdfast_workers_wanted": history.workers_wanted(now_s),
         }

@@ -70,14 +70,14 @@ class Recoveries:
         """Take that a step was committed: what was detected before belongs to no later recovery."""
         self._seen_s = None
 
-    def decide(self, said: Recovered) -> RecoveryRow | None:
+    def decide(self, record: Recovered) -> RecoveryRow | None:
         """Take the decision of one survivor; return the row if it is the first of this recovery."""
-        row = self._row_of(said)
+        row = self._row_of(record)
         if row is None:
-            return self._open(said, said.decision, said.generation, said.lost, len(said.survivors))
-        lost = tuple(sorted({*row.lost, *said.lost}))
-        if said.t_s > row.last_s or said.t_s < row.first_s or lost != row.lost:
-            row.first_s, row.last_s = min(row.first_s, said.t_s), max(row.last_s, said.t_s)
+            return self._open(record, record.decision, record.generation, record.lost, len(record.survivors))
+        lost = tuple(sorted({*row.lost, *record.lost}))
+        if record.t_s > row.last_s or record.t_s < row.first_s or lost != row.lost:
+            row.first_s, row.last_s = min(row.first_s, record.t_s), max(row.last_s, record.t_s)
             row.begin_s, row.lost = min(row.begin_s, row.first_s), lost
             row.version = self._stamp()
         return None
@@ -118,13 +118,13 @@ class Recoveries:
                 row.version = self._stamp()
                 return
 
-    def _row_of(self, said: Recovered) -> RecoveryRow | None:
+    def _row_of(self, record: Recovered) -> RecoveryRow | None:
         """Return the row of this decision, if another survivor wrote it, too."""
         for row in reversed(self.rows[-8:]):
-            if row.decision == "restart" and said.t_s >= row.first_s:
+            if row.decision == "restart" and record.t_s >= row.first_s:
                 return None
-            is_same = row.generation == said.generation and (row.decision == "heal") == (said.decision == "heal")
-            if is_same and (said.decision != "heal" or not row.parts):  # healing needs no new communicator
+            is_same = row.generation == record.generation and (row.decision == "heal") == (record.decision == "heal")
+            if is_same and (record.decision != "heal" or not row.parts):  # healing needs no new communicator
                 return row
         return None
 

@@ -51,10 +51,10 @@ def level_and_sentence(members: Membership, pace: RunPace, ended: Ended | None) 
     if members.is_recovering and (lanes.count("recovering") or members.recoveries.rows):
         return "busy", _of_recovery(members, pace)
     of = f" of {number(pace.planned)}" if pace.planned else ""
-    here, wanted = training, max(members.wanted, 1)
-    workers = count(here, "worker") if here >= wanted else f"{here} of {count(wanted, 'worker')}"
+    wanted = max(members.wanted, 1)
+    workers = count(training, "worker") if training >= wanted else f"{training} of {count(wanted, 'worker')}"
     more = f"; {count(starting, 'worker')} starting" if starting else ""
-    return "good" if here >= wanted else "warning", f"Training: step {number(pace.step)}{of}, {workers}{more}."
+    return "good" if training >= wanted else "warning", f"Training: step {number(pace.step)}{of}, {workers}{more}."
 
 
 def _of_recovery(members: Membership, pace: RunPace) -> str:

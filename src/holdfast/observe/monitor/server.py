@@ -217,9 +217,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, make: Callable[[list[str], Mapping[str, str]], None]) -> None:
         try:
-            asked = urllib.parse.urlsplit(self.path)
-            self._check_origin(is_page=asked.path == "/")
-            make(asked.path.removeprefix("/").split("/"), dict(urllib.parse.parse_qsl(asked.query)))
+            url = urllib.parse.urlsplit(self.path)
+            self._check_origin(is_page=url.path == "/")
+            make(url.path.removeprefix("/").split("/"), dict(urllib.parse.parse_qsl(url.query)))
         except _Answer as answer:
             if self.command == "POST":
                 self.close_connection = True  # its body may be unread
@@ -268,15 +268,15 @@ class _Handler(BaseHTTPRequestHandler):
         feeds = self.server.dashboard.feeds
         match path:
             case ["api", "runs", name, "actions"] if name in feeds:
-                asked = self._body()
-                action = asked.pop("action", None)
+                body = self._body()
+                action = body.pop("action", None)
                 try:
                     if not isinstance(action, str) or action not in feeds[name].source.actions:
                         raise Refused(f"{action!a:.40} is no action of this run; {_listed(feeds[name])}")
-                    said = feeds[name].source.act(action, asked)
+                    reply = feeds[name].source.act(action, body)
                 except Refused as error:
                     raise _Answer(HTTPStatus.CONFLICT, str(error)) from None
-                self._send(HTTPStatus.OK, "application/json", encoded({"said": said}))
+                self._send(HTTPStatus.OK, "application/json", encoded({"said": reply}))
             case _:
                 _missing()
 
@@ -300,10 +300,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not all(text.isascii() and text.isdecimal() and len(text) < 10 for text in (rank, lines)):
             raise _Answer(HTTPStatus.BAD_REQUEST, "rank and lines must be whole numbers")
         try:
-            found = feed.source.log(int(rank), min(int(lines), _MOST_LINES))
+            tail = feed.source.log(int(rank), min(int(lines), _MOST_LINES))
         except Refused as error:
             raise _Answer(HTTPStatus.NOT_FOUND, str(error)) from None
-        self._send(HTTPStatus.OK, "application/json", encoded({"lines": found}))
+        self._send(HTTPStatus.OK, "application/json", encoded({"lines": tail}))
 
     def _stream(self, feed: Feed) -> None:
         """Send events until the client leaves, stops reading, or the server ends."""

@@ -33,13 +33,13 @@ class SliceShares:
         is_local = start.batch == "local" and len(active) < len(members)
         if not (start.slices and active and members) or is_even or is_local:
             return {}
-        others = iter([rank for rank in active if rank not in members])
-        seats = [rank if rank in active else next(others, -1) for rank in members]
+        substitutes = iter([rank for rank in active if rank not in members])
+        seats = [rank if rank in active else next(substitutes, -1) for rank in members]
         preferred = dict(zip(seats, even_ranges(start.slices, len(seats)), strict=True))
         preferred = {rank: home for rank, home in preferred.items() if rank >= 0}
         preferred |= {rank: (start.slices, start.slices) for rank in active if rank not in preferred}
-        found: dict[int, list[int]] = {rank: [] for rank in active}
+        slices: dict[int, list[int]] = {rank: [] for rank in active}
         owners = assign_slices(start.slices, preferred, self._speeds, aligned=start.order.startswith("tree"))
         for number, rank in enumerate(owners):
-            found[rank].append(number)
-        return found
+            slices[rank].append(number)
+        return slices

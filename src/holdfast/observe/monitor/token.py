@@ -54,8 +54,8 @@ class Token:
 
     def is_in(self, header: str) -> bool:
         """Return whether the value of an ``Authorization`` header has this token."""
-        scheme, _, given = header.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._text.encode())
+        scheme, _, token = header.partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._text.encode())
 
     def url(self, address: str) -> str:
         """Return the address with the token, for its owner's browser."""

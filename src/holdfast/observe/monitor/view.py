@@ -264,8 +264,8 @@ class LiveState:
     def summary(self, now_s: float) -> dict[str, Any]:
         """Return what a list of runs shows of this one."""
         with self._lock:
-            told = self._since(self.version, now_s)
-        kept = {name: told[name] for name in ("state", "progress", "goodput")}
+            state = self._since(self.version, now_s)
+        kept = {name: state[name] for name in ("state", "progress", "goodput")}
         name = self.info.script or self.info.id
         return {"id": self.info.id, "name": name, "live": self.info.is_live and not self._is_over, **kept}
 
@@ -274,15 +274,15 @@ class LiveState:
         now_s = now_s if ended is None else ended.end_s
         if self._spent is None:
             self._settle(now_s - SETTLED_S)
-        told: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s, ended), **self._rows(since)}
+        state: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s, ended), **self._rows(since)}
         sections: dict[str, Callable[[], Any]] = {
             "run": self._run,
             "series": self._pace.series_rows,
             "integrity": self._integrity,
             "sinks": self._sink_rows,
         }
-        told |= {name: make() for name, make in sections.items() if since < 0 or self._stamps[name] > since}
-        return {"version": self.version, **told}
+        state |= {name: make() for name, make in sections.items() if since < 0 or self._stamps[name] > since}
+        return {"version": self.version, **state}
 
     def _brief(self, now_s: float, ended: Ended | None) -> dict[str, Any]:
         """Return the sections that change all the time."""
@@ -318,7 +318,7 @@ class LiveState:
             "events": self._events.as_rows(since),
             "dropped": [rank for version, rank in self._lanes.dropped if version > since >= 0],
         }
-        return {name: found for name, found in rows.items() if found or since < 0}
+        return {name: section for name, section in rows.items() if section or since < 0}
 
     def _run(self) -> dict[str, Any]:
         info, start = self.info, self._start

@@ -86,11 +86,11 @@ def redactor(environment: Mapping[str, str]) -> Callable[[str], str]:
     return lambda text: redact(text, secrets)
 
 
-def _hide_assigned(found: re.Match[str]) -> str:
-    value, before = found["quoted"] or found["bare"], found.string[max(0, found.start() - 48) : found.start()]
-    separated = found["name"].rstrip().endswith(("=", ":"))
+def _hide_assigned(match: re.Match[str]) -> str:
+    value, before = match["quoted"] or match["bare"], match.string[max(0, match.start() - 48) : match.start()]
+    separated = match["name"].rstrip().endswith(("=", ":"))
     is_option = _OPTION.search(before) is not None and not value.startswith("-")
-    is_count = _NUMBER.fullmatch(value) and found["name"].lower().startswith("token")
+    is_count = _NUMBER.fullmatch(value) and match["name"].lower().startswith("token")
     if is_count or value in _NOTHING or value.startswith(REDACTED) or not (separated or is_option):
-        return found[0]
-    return f"{found['name']}{found['quote'] or ''}{REDACTED}"
+        return match[0]
+    return f"{match['name']}{match['quote'] or ''}{REDACTED}"

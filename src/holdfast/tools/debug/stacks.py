@@ -101,8 +101,8 @@ def stack_from_outside(pid: int, limit_s: float = _SPY_S) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"(py-spy failed: {error})"
-    said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return done.stdout[:MOST_CHARS] if done.returncode == 0 and done.stdout else f"(py-spy failed: {said})"
+    reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return done.stdout[:MOST_CHARS] if done.returncode == 0 and done.stdout else f"(py-spy failed: {reason})"
 
 
 def innermost(stack: str, script: str) -> str:

@@ -24,15 +24,15 @@ def main() -> None:
     how, folder, device, *words = sys.argv[1:]
     briefly = how == "brief"
     if words:
-        said = _look_at_script(Path(words[0]), words[1:], Path(folder, "shared.pt"), briefly=briefly)
+        findings = _look_at_script(Path(words[0]), words[1:], Path(folder, "shared.pt"), briefly=briefly)
     else:
-        said = _look_at_layers(device, briefly=briefly)
+        findings = _look_at_layers(device, briefly=briefly)
     if not briefly:
         from holdfast.tools.doctor.machine import machine_info
 
-        said["machine"] = machine_info(environment, said.get("device", "cpu"))
+        findings["machine"] = machine_info(environment, findings.get("device", "cpu"))
     made = Path(folder, f"{how}.new")
-    made.write_text(json.dumps(said))
+    made.write_text(json.dumps(findings))
     made.rename(made.with_suffix(".json"))
 
 
@@ -44,8 +44,8 @@ def _look_at_layers(device: str, *, briefly: bool) -> dict[str, Any]:
     if why := why_unusable(device):
         return {"refused": f"--device {device} cannot be used: {why}"}
     threads = thread_counts() if device == "cpu" else ()
-    found = [examine(subject, threads, briefly=briefly).as_json() for subject in usual_subjects(device)]
-    return {"layers": found, "device": device}
+    layers = [examine(subject, threads, briefly=briefly).as_json() for subject in usual_subjects(device)]
+    return {"layers": layers, "device": device}
 
 
 def _look_at_script(script: Path, args: list[str], shared: Path, *, briefly: bool) -> dict[str, Any]:

@@ -30,29 +30,29 @@ def examine(subject: DoctorTarget, threads: Sequence[int], *, briefly: bool = Fa
         threads: Thread counts to try.
         briefly: Compute it once, only for its digests.
     """
-    found = Findings(subject.name)
-    given = [value for value in tree_flatten((subject.args, dict(subject.kwargs)))[0] if torch.is_tensor(value)]
-    found.digests = {f"input {i}": digest_of(value) for i, value in enumerate(given)}
+    findings = Findings(subject.name)
+    inputs = [value for value in tree_flatten((subject.args, dict(subject.kwargs)))[0] if torch.is_tensor(value)]
+    findings.digests = {f"input {i}": digest_of(value) for i, value in enumerate(inputs)}
     try:
         first = results_of(subject)
     except Exception as error:  # whatever a layer raises when it is called outside of its model
-        found.error = f"{type(error).__name__}: {error}".splitlines()[0]
-        return found
-    found.digests |= digests_of(first)
+        findings.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        return findings
+    findings.digests |= digests_of(first)
     if briefly:
-        return found
+        return findings
     for _ in range(_TIMES - 1):
-        found.again = found.again or differing(first, results_of(subject))
-    if found.again:
-        return found  # all other comparisons would be inconclusive
+        findings.again = findings.again or differing(first, results_of(subject))
+    if findings.again:
+        return findings  # all other comparisons would be inconclusive
     for count in threads:
         with threads_set(count):
             if different := differing(first, results_of(subject)):
-                found.threads[count] = different
-    found.memory = differing(first, results_of(subject, prepare=misaligned))
-    found.together = _together(subject, first)
-    found.complaint = complaint_about(lambda: results_of(subject))
-    return found
+                findings.threads[count] = different
+    findings.memory = differing(first, results_of(subject, prepare=misaligned))
+    findings.together = _together(subject, first)
+    findings.complaint = complaint_about(lambda: results_of(subject))
+    return findings
 
 
 def differing(first: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
@@ -101,12 +101,12 @@ def _together(subject: DoctorTarget, alone: Mapping[str, torch.Tensor]) -> list[
     Gradients of parameters are sums over all samples, and are not compared.
     """
     dim = subject.rows
-    given = [value for value in tree_flatten((subject.args, dict(subject.kwargs)))[0] if torch.is_tensor(value)]
-    if dim is None or not given or any(value.dim() <= dim for value in given):
+    inputs = [value for value in tree_flatten((subject.args, dict(subject.kwargs)))[0] if torch.is_tensor(value)]
+    if dim is None or not inputs or any(value.dim() <= dim for value in inputs):
         return None
-    size = given[0].shape[dim]
+    size = inputs[0].shape[dim]
     wanted = {name: value for name, value in alone.items() if name.startswith(("output", "gradient of input"))}
-    if any(value.shape[dim] != size for value in given) or any(
+    if any(value.shape[dim] != size for value in inputs) or any(
         value.dim() <= dim or value.shape[dim] != size for value in wanted.values()
     ):
         return None
@@ -129,11 +129,11 @@ def _together(subject: DoctorTarget, alone: Mapping[str, torch.Tensor]) -> list[
 
 
 def _beside_others(subject: DoctorTarget, dim: int, size: int, *, is_first: bool) -> dict[str, torch.Tensor]:
-    def join(mine: torch.Tensor) -> torch.Tensor:
-        others = mine.flip(dim)
-        if mine.is_floating_point():  # otherwise batch statistics would not change
-            others = others * 0.75 + 0.25
-        return torch.cat((mine, others) if is_first else (others, mine), dim)
+    def join(samples: torch.Tensor) -> torch.Tensor:
+        neighbours = samples.flip(dim)
+        if samples.is_floating_point():  # otherwise batch statistics would not change
+            neighbours = neighbours * 0.75 + 0.25
+        return torch.cat((samples, neighbours) if is_first else (neighbours, samples), dim)
 
     def joined(value: Any) -> Any:
         return join(value.detach()) if isinstance(value, torch.Tensor) else value

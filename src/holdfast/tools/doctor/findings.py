@@ -36,9 +36,9 @@ class Findings:
         return asdict(self) | {"threads": {str(count): what for count, what in self.threads.items()}}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Findings:
+    def from_json(cls, data: Mapping[str, Any]) -> Findings:
         """Restore findings from :meth:`as_json`."""
-        return cls(**{**said, "threads": {int(count): what for count, what in said["threads"].items()}})
+        return cls(**{**data, "threads": {int(count): what for count, what in data["threads"].items()}})
 
 
 @dataclass(slots=True)
@@ -72,18 +72,18 @@ class ScriptFindings:
         return asdict(self) | {"layers": [layer.as_json() for layer in self.layers], "step": self.step.as_json()}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> ScriptFindings:
+    def from_json(cls, data: Mapping[str, Any]) -> ScriptFindings:
         """Restore findings from :meth:`as_json`."""
-        layers = [Findings.from_json(layer) for layer in said["layers"]]
-        return cls(**{**said, "layers": layers, "step": Findings.from_json(said["step"])})
+        layers = [Findings.from_json(layer) for layer in data["layers"]]
+        return cls(**{**data, "layers": layers, "step": Findings.from_json(data["step"])})
 
 
 def blame(one: Sequence[Findings], other: Sequence[Findings]) -> str:
     """Return the first layer that computed different bits from equal inputs in two processes, or ""."""
-    theirs = {layer.name: layer.digests for layer in other}
+    digests = {layer.name: layer.digests for layer in other}
     for layer in one:
-        given = [name for name in layer.digests if name.startswith("input ")]
-        two = theirs.get(layer.name, {})
-        if all(layer.digests[name] == two.get(name) for name in given) and layer.digests != two:
+        inputs = [name for name in layer.digests if name.startswith("input ")]
+        two = digests.get(layer.name, {})
+        if all(layer.digests[name] == two.get(name) for name in inputs) and layer.digests != two:
             return layer.name
     return ""

@@ -45,10 +45,10 @@ def is_exact(checks: Sequence[CheckResult]) -> bool:
 def checks_of(full: Mapping[str, Any], brief: Mapping[str, Any]) -> list[CheckResult]:
     """Return the results of all checks, from the full and the brief process."""
     if "seen" in full:
-        found = _script(ScriptFindings.from_json(full["seen"]), ScriptFindings.from_json(brief["seen"]))
+        checks = _script(ScriptFindings.from_json(full["seen"]), ScriptFindings.from_json(brief["seen"]))
     else:
-        found = _layers(*([Findings.from_json(said) for said in side["layers"]] for side in (full, brief)))
-    return [*_machine(full["machine"]), *found]
+        checks = _layers(*([Findings.from_json(layer) for layer in side["layers"]] for side in (full, brief)))
+    return [*_machine(full["machine"]), *checks]
 
 
 # -- the machine
@@ -91,10 +91,10 @@ def _on_gpu(kind: Mapping[str, str]) -> list[CheckResult]:
     ]
 
 
-def _variables(given: Mapping[str, str], threads: int) -> list[CheckResult]:
-    said = ", ".join(f"{name}={value}" for name, value in given.items() if name != "OMP_NUM_THREADS")
-    lines = [CheckResult("environment", HELD if said else OK, said or "no variable is set that kernels read")]
-    if threads > 1 and given.get("OMP_DYNAMIC", "").lower() in ("true", "1"):
+def _variables(variables: Mapping[str, str], threads: int) -> list[CheckResult]:
+    text = ", ".join(f"{name}={value}" for name, value in variables.items() if name != "OMP_NUM_THREADS")
+    lines = [CheckResult("environment", HELD if text else OK, text or "no variable is set that kernels read")]
+    if threads > 1 and variables.get("OMP_DYNAMIC", "").lower() in ("true", "1"):
         what = "OMP_DYNAMIC allows OpenMP to use fewer threads"
         lines.append(CheckResult("threads", CHANGES, what, "set OMP_DYNAMIC=false"))
     return lines
@@ -115,9 +115,9 @@ def _fabrics(fabrics: Mapping[str, Any]) -> list[CheckResult]:
 
 
 def _layers(full: Sequence[Findings], brief: Sequence[Findings]) -> list[CheckResult]:
-    theirs = {layer.name: layer.digests for layer in brief}
+    digests = {layer.name: layer.digests for layer in brief}
     again = [layer.name for layer in full if layer.again]
-    elsewhere = [layer.name for layer in full if not layer.again and layer.digests != theirs.get(layer.name)]
+    elsewhere = [layer.name for layer in full if not layer.again and layer.digests != digests.get(layer.name)]
     choose = "their kernels are not deterministic: use other layers"
     look = "check environment variables that libraries read"
     return [
@@ -138,16 +138,16 @@ def _circumstances(layers: Sequence[Findings]) -> list[CheckResult]:
     """Return the findings about threads, memory and batch neighbours, all of which Holdfast keeps constant."""
     threads = [layer.name for layer in layers if layer.threads]
     memory = [layer.name for layer in layers if layer.memory]
-    known = [layer for layer in layers if layer.together is not None]
-    parts = [layer.name for layer in known if layer.together]
+    batch_layers = [layer for layer in layers if layer.together is not None]
+    parts = [layer.name for layer in batch_layers if layer.together]
     complaints = [layer for layer in layers if layer.complaint]
-    odd, beside = "misaligned inputs:", f"computed with other samples, {len(known)} layers:"
-    said = _some([layer.name for layer in complaints])
+    odd, beside = "misaligned inputs:", f"computed with other samples, {len(batch_layers)} layers:"
+    names = _some([layer.name for layer in complaints])
     return [
         _held("threads", threads, "another number, different bits", "any number, the same bits"),
         _held("alignment", memory, f"{odd} different bits", f"{odd} the same bits"),
         _held("together", parts, f"{beside} different bits", f"{beside} the same bits"),
-        CheckResult("torch says", HELD, f"not deterministic: {said}: {complaints[0].complaint}")
+        CheckResult("torch says", HELD, f"not deterministic: {names}: {complaints[0].complaint}")
         if complaints
         else CheckResult("torch says", OK, "use_deterministic_algorithms(True) names none"),
     ]
@@ -246,9 +246,9 @@ def _randomness(seen: ScriptFindings) -> CheckResult:
     drawn = {
         source: _some([_GENERATORS.get(name, name) for name in names]) for source, names in seen.draws.items() if names
     }
-    said = [f"the {source} draws from {generators}" for source, generators in drawn.items()]
+    clauses = [f"the {source} draws from {generators}" for source, generators in drawn.items()]
     return CheckResult(
-        "randomness", OK, f"{'; '.join(said)}: seeded for each slice" if said else "no generator is used"
+        "randomness", OK, f"{'; '.join(clauses)}: seeded for each slice" if clauses else "no generator is used"
     )
 
 

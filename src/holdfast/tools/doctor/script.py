@@ -83,24 +83,24 @@ class ScriptInspector:
 
     def _ways(self, batch: MiniBatch) -> Iterator[Step]:
         """Yield the step once for each condition, and record the findings about the whole step."""
-        found = self.seen.step
+        findings = self.seen.step
         with _Layers(self._model) as layers:
             yield from self._once(batch)
         self._subjects = layers.subjects()
         first = self._results()
-        found.digests = digests_of(first)
+        findings.digests = digests_of(first)
         if self._briefly:
             return
         for _ in range(_AGAIN):
             yield from self._once(batch)
-            found.again = found.again or differing(first, self._results())
-        if found.again:
+            findings.again = findings.again or differing(first, self._results())
+        if findings.again:
             return
         for count in thread_counts():
             with threads_set(count):
                 yield from self._once(batch)
             if different := differing(first, self._results()):
-                found.threads[count] = different
+                findings.threads[count] = different
 
     def _once(self, batch: MiniBatch) -> Iterator[Step]:
         step = Step(self, batch, [self._number], 0)
@@ -190,9 +190,9 @@ class ScriptInspector:
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         shared = _read(self._shared)
-        given = iter(shared["samples"].values())
+        samples = iter(shared["samples"].values())
         self._inputs = tree_map(
-            lambda value: next(given).to(value.device) if isinstance(value, torch.Tensor) else value, self._inputs
+            lambda value: next(samples).to(value.device) if isinstance(value, torch.Tensor) else value, self._inputs
         )
         with torch.no_grad():
             for path, tensor in tensors.items():
@@ -208,8 +208,8 @@ class ScriptInspector:
         self.seen.layers = [examine(subject, threads, briefly=self._briefly) for subject in leaves]
         if self.seen.step.again and not any(layer.again for layer in self.seen.layers):
             for subject in sorted(self._subjects, key=lambda subject: -subject.name.count(".")):
-                if _holds_layers(subject) and (found := examine(subject, ())).again:
-                    self.seen.layers.append(found)
+                if _holds_layers(subject) and (findings := examine(subject, ())).again:
+                    self.seen.layers.append(findings)
                     break
 
 
@@ -218,7 +218,7 @@ class _Layers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> _Layers:
@@ -232,8 +232,8 @@ class _Layers:
 
     def _hook(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in self._given:
-                self._given[name] = _copy(args), _copy(kwargs)
+            if name not in self._calls:
+                self._calls[name] = _copy(args), _copy(kwargs)
 
         return keep
 
@@ -242,7 +242,7 @@ class _Layers:
         modules = dict(self._model.named_modules())
         return [
             DoctorTarget.of(f"{name or 'the model'} ({type(modules[name]).__name__})", modules[name], *args, **kwargs)
-            for name, (args, kwargs) in self._given.items()
+            for name, (args, kwargs) in self._calls.items()
         ]
 
 
@@ -255,8 +255,8 @@ def _copy(tree: Any) -> Any:
 
 
 def _tensors(tree: Any) -> dict[str, torch.Tensor]:
-    found = [value for value in tree_flatten(tree)[0] if isinstance(value, torch.Tensor)]
-    return {str(number): value for number, value in enumerate(found)}
+    tensors = [value for value in tree_flatten(tree)[0] if isinstance(value, torch.Tensor)]
+    return {str(number): value for number, value in enumerate(tensors)}
 
 
 def _drawn(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -281,5 +281,5 @@ def _read(path: Path) -> dict[str, dict[str, torch.Tensor]]:
         if time.monotonic() > ends_s:
             raise ConfigError(f"the other process did not reach its first step within {_PATIENCE_S:g} s")
         time.sleep(0.05)
-    said: dict[str, dict[str, torch.Tensor]] = torch.load(path, map_location="cpu", weights_only=True)
-    return said
+    content: dict[str, dict[str, torch.Tensor]] = torch.load(path, map_location="cpu", weights_only=True)
+    return content

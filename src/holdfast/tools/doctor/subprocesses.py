@@ -69,8 +69,8 @@ def worker_environment(workers: int, number: int) -> dict[str, str]:
     if _NVIDIA.is_dir():
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])  # as well
     env.setdefault("PYTHONHASHSEED", str(number))
-    here = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
-    return env | here | {"HOLDFAST_FABRIC": "virtual", "HOLDFAST_WORKERS": str(workers)}
+    rank_env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+    return env | rank_env | {"HOLDFAST_FABRIC": "virtual", "HOLDFAST_WORKERS": str(workers)}
 
 
 def _wait(started: dict[str, subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
@@ -96,9 +96,9 @@ def _read(folder: Path, how: str) -> dict[str, Any]:
     log = (folder / f"{how}.log").read_text(errors="replace").rstrip()
     if not path.exists():
         raise JobError(f"the checking process died:\n{log[-2000:]}")
-    said: dict[str, Any] = json.loads(path.read_text())
-    if "refused" in said:
-        raise ConfigError(said["refused"])
-    if "error" in said:
-        raise JobError("\n".join(filter(None, (said["error"], log[-2000:]))))
-    return said
+    findings: dict[str, Any] = json.loads(path.read_text())
+    if "refused" in findings:
+        raise ConfigError(findings["refused"])
+    if "error" in findings:
+        raise JobError("\n".join(filter(None, (findings["error"], log[-2000:]))))
+    return findings

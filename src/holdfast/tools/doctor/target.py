@@ -82,7 +82,7 @@ def results_of(
         prepare: Applied to each input tensor before the computation.
         cotangent: Returns the gradient of an output, by its number; default: fixed noise.
     """
-    given = (subject.args if args is None else args, dict(subject.kwargs if kwargs is None else kwargs))
+    inputs = (subject.args if args is None else args, dict(subject.kwargs if kwargs is None else kwargs))
     leaves: list[torch.Tensor] = []
 
     def hand_over(value: Any) -> Any:
@@ -94,7 +94,7 @@ def results_of(
         return prepare(value)
 
     with _buffers_kept(subject.module), seeded(_KEY):
-        args, kwargs = tree_map(hand_over, given)
+        args, kwargs = tree_map(hand_over, inputs)
         made = subject.compute(*args, **(kwargs or {}))
         outputs = [value for value in tree_flatten(made)[0] if isinstance(value, torch.Tensor)]
         results = {f"output {i}" if i else "output": value.detach().clone() for i, value in enumerate(outputs)}
@@ -115,13 +115,13 @@ def _gradients(
     wanted |= {f"gradient of {name}": parameter for name, parameter in subject.parameters.items()}
     if not (ends and wanted):
         return {}
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [value for _, value in ends],
         list(wanted.values()),
         [cotangent(i, value) for i, value in ends],
         allow_unused=True,
     )
-    return {name: value for name, value in zip(wanted, found, strict=True) if value is not None}
+    return {name: value for name, value in zip(wanted, gradients, strict=True) if value is not None}
 
 
 def noise_like(number: int, value: torch.Tensor) -> torch.Tensor:
@@ -157,9 +157,9 @@ def put_back(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 def digest_of(value: torch.Tensor) -> str:
     """Return a digest of a tensor's dtype, shape and bits; two NaNs are equal only if their bits are."""
     flat = value.detach().cpu().contiguous().reshape(-1)
-    said = f"{value.dtype}{tuple(value.shape)}".encode()
+    header = f"{value.dtype}{tuple(value.shape)}".encode()
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return xxhash.xxh3_64_hexdigest(said + data)
+    return xxhash.xxh3_64_hexdigest(header + data)
 
 
 def digests_of(results: Mapping[str, torch.Tensor]) -> dict[str, str]:
