@@ -448,10 +448,9 @@ def warm_start(pytestconfig):
 
 
 @pytest.fixture(autouse=True)
-def _cold_start(request, warm_start, monkeypatch):
+def _cold_start(request, warm_start):
     """The jobs of tests with this mark start from nothing."""
-    if request.node.get_closest_marker("cold_start") is not None:
-        monkeypatch.setattr(warm_start, "is_on", False)
+    warm_start.is_on = request.node.get_closest_marker("cold_start") is None
 
 
 @pytest.fixture(autouse=True, scope="session")
