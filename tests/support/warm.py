@@ -10,7 +10,6 @@ starts all from nothing.
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -49,7 +48,6 @@ LAUNCHER, FORK_SERVER, STARTER = (
     ("-m", "holdfast.launch.fork_server"),
     ("-m", "holdfast.launch.starter"),
 )
-_SUBREAPER = 36
 _cold_execute_child = subprocess.Popen._execute_child
 _signature = inspect.signature(_cold_execute_child)
 
@@ -70,7 +68,7 @@ def as_of_fork_server(env):
 
 
 class Stock:
-    """Forks launchers for the process that has started it.
+    """A process that has imported torch, from which launchers are forked.
 
     Args:
         env: What is read of the environment at the start of a process; what starts from here has the same.
@@ -86,45 +84,51 @@ class Stock:
             "ROOM": "." * LONGEST,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path != QUICK_START),
         }
-        ours, its = socket.socketpair()
-        command = [sys.executable, __file__, str(its.fileno()), "." * LONGEST]
-        self._process = subprocess.Popen(command, env=whole, pass_fds=(its.fileno(),))
-        its.close()
-        self._socket = ours
-        self._lock = threading.Lock()
-
-    def fork(self, args, env, cwd, files, new_session, group):
-        """Start a launcher as a child of this process; return its PID."""
-        request = {"args": args, "env": env, "cwd": cwd, "new_session": new_session, "group": group}
-        with self._lock, children_of_children():
-            send(self._socket, request, files)
-            self._socket.settimeout(START_S)
-            return int.from_bytes(self._socket.recv(4), "big")
+        self.address = f"\0holdfast-tests-{os.getpid()}"  # an abstract one: no file
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            command = [sys.executable, __file__, str(listener.fileno()), "." * LONGEST]
+            self._process = subprocess.Popen(command, env=whole, pass_fds=(listener.fileno(),))
 
     def close(self):
         """End the process; what it has forked goes on."""
         self._process.kill()
         self._process.wait()
-        self._socket.close()
+
+
+def fork_launcher(address, env, call):
+    """Have a launcher forked that is a child of this process, for ``call`` of ``subprocess``; return its PID."""
+    group, cwd = call.get("process_group"), call["cwd"]
+    request = {
+        "args": [os.fspath(word) for word in call["args"]],
+        "env": env,
+        "cwd": os.getcwd() if cwd is None else os.fspath(cwd),
+        "new_session": call["start_new_session"],
+        "group": group if group is not None and group >= 0 else None,
+    }
+    files = [own if call[name] == -1 else call[name] for own, name in enumerate(STANDARD_FILES)]
+    data = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, children_of_children():
+        connection.settimeout(START_S)
+        connection.connect(address)
+        socket.send_fds(connection, [len(data).to_bytes(4, "big")], files)
+        connection.sendall(data)
+        pid = int.from_bytes(connection.recv(4), "big")
+    assert pid, "the process that has imported torch ended"
+    return pid
 
 
 @contextlib.contextmanager
 def children_of_children():
     """Make this process the parent of a process whose parent ends meanwhile."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(37, ctypes.byref(before), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     try:
         yield
     finally:
-        libc.prctl(_SUBREAPER, 0, 0, 0, 0)
-
-
-def send(connection, request, files):
-    """Send a request with descriptors."""
-    data = json.dumps(request).encode()
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
-    connection.sendmsg([len(data).to_bytes(4, "big")], rights)
-    connection.sendall(data)
+        libc.prctl(36, before.value, 0, 0, 0)
 
 
 def receive(connection):
@@ -138,7 +142,7 @@ def receive(connection):
     return json.loads(data), files
 
 
-def serve(connection):
+def serve(listener):
     """Import torch, then fork a launcher for each request; return in the launcher, with what it is asked for."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     gc.disable()
@@ -147,15 +151,19 @@ def serve(connection):
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     gc.freeze()
     gc.enable()
-    while request := receive(connection):
-        if (begins := fork_for_grandparent(connection)) is not None:
-            os.read(begins, 1)
-            os.close(begins)
-            connection.close()
-            return request
-        for file in request[1]:
-            os.close(file)
-    return None
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            if (request := receive(connection)) is None:
+                continue
+            if (begins := fork_for_grandparent(connection)) is not None:
+                os.read(begins, 1)
+                os.close(begins)
+                break
+            for file in request[1]:
+                os.close(file)
+    listener.close()
+    return request
 
 
 def fork_for_grandparent(connection):
@@ -180,7 +188,7 @@ def fork_for_grandparent(connection):
 # -- the launcher, and its fork server
 
 
-def become_launcher(request, files):
+def become_launcher(request, files, address):
     """Run ``python -m holdfast`` with the arguments, the environment and the files of who asked for it."""
     for target, file in enumerate(files):
         os.dup2(file, target)
@@ -191,7 +199,7 @@ def become_launcher(request, files):
         os.setpgid(0, request["group"])
     if request["cwd"]:
         os.chdir(request["cwd"])
-    start_from_here(as_of_fork_server(request["env"]))
+    start_from_here(as_of_fork_server(request["env"]), address)
     run_as_new(
         request["args"], request["env"], lambda: runpy.run_module("holdfast", run_name="__main__", alter_sys=True)
     )
@@ -248,15 +256,18 @@ def show_start(args, env):
         ctypes.memmove(first, text, len(text))
 
 
-def start_from_here(own_env):
-    """Let fork servers of this process, and workers that start without one, be forked from it."""
+def start_from_here(own_env, address):
+    """Let fork servers of this process, and workers that start without one, be forked from it; launchers from ``address``."""
 
     def execute_child(self, *values, **named):
         call = _signature.bind(self, *values, **named).arguments
-        args, env = list(map(str, call["args"])), call["env"]
-        if not imports_torch(args, env) or env.get(HASH_SEED) != own_env[HASH_SEED] or differs(env, own_env):
+        args, env = list(map(str, call["args"])), dict(os.environ if call["env"] is None else call["env"])
+        if is_launcher(call) and not differs(as_of_fork_server(env), own_env):
+            self.pid = fork_launcher(address, env, call)
+        elif imports_torch(args, env) and env.get(HASH_SEED) == own_env[HASH_SEED] and not differs(env, own_env):
+            self.pid = os.fork()
+        else:
             return _cold_execute_child(self, *values, **named)
-        self.pid = os.fork()
         if self.pid == 0:
             _become_child_of_launcher(call, args)
         self._child_created = True
@@ -264,6 +275,19 @@ def start_from_here(own_env):
         return None
 
     subprocess.Popen._execute_child = execute_child
+
+
+def is_launcher(call):
+    """Return whether a call starts the command ``holdfast``, in a way that a process of the stock can stand for."""
+    args = call["args"]
+    if isinstance(args, str | bytes) or tuple(args[1:3]) != LAUNCHER or args[0] != sys.executable:
+        return False
+    if call["preexec_fn"] or call["pass_fds"] or call["shell"] or call["executable"] or not call["close_fds"]:
+        return False
+    as_usual = call["umask"] < 0 and (call["uid"], call["gid"]) == (None, None)
+    env = os.environ if call["env"] is None else call["env"]
+    is_short = len("".join(map(str, args))) < LONGEST // 2
+    return as_usual and is_short and "--no-preload" not in args and HASH_SEED not in env
 
 
 def imports_torch(args, env):
@@ -276,6 +300,7 @@ def imports_torch(args, env):
     )
 
 
+STANDARD_FILES = ("p2cread", "c2pwrite", "errwrite")
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
@@ -294,7 +319,7 @@ def _become_child_of_launcher(call, args):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         subprocess.Popen._execute_child = _cold_execute_child
-        for target, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+        for target, name in enumerate(STANDARD_FILES):
             os.dup2(call[name], target)
         kept = {0, 1, 2, *call["pass_fds"]}
         for file in map(int, os.listdir("/proc/self/fd")):
@@ -330,7 +355,7 @@ class WarmStart:
     """Makes ``subprocess`` start launchers from a :class:`Stock` in this process, where that makes no difference."""
 
     def __init__(self):
-        self._stock = None
+        self.stock = None
         self.is_on = True
 
     def install(self):
@@ -339,48 +364,30 @@ class WarmStart:
 
         def execute_child(self, *values, **named):
             call = _signature.bind(self, *values, **named).arguments
-            if not warm.takes(call):
+            env = dict(os.environ if call["env"] is None else call["env"])
+            if not (warm.is_on and is_launcher(call) and warm.has_as_in(env)):
                 return _cold_execute_child(self, *values, **named)
-            ends = [
-                call[name] if call[name] != -1 else own for own, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
-            ]
-            group = call.get("process_group", -1)
-            env, cwd = dict(os.environ if call["env"] is None else call["env"]), call["cwd"]
-            self.pid = warm._stock.fork(
-                list(map(os.fspath, call["args"])), env, os.fspath(cwd) if cwd is not None else os.getcwd(), ends,
-                call["start_new_session"], group if group is not None and group >= 0 else None,
-            )  # fmt: skip
+            self.pid = fork_launcher(warm.stock.address, env, call)
             self._child_created = True
             self._close_pipe_fds(*(call[name] for name in PIPES))
             return None
 
         subprocess.Popen._execute_child = execute_child
 
-    def takes(self, call):
-        """Return whether a process would be the same if it came from the stock."""
-        args = call["args"]
-        if not self.is_on or isinstance(args, str | bytes) or tuple(args[1:3]) != LAUNCHER or args[0] != sys.executable:
-            return False
-        if "--no-preload" in args:
-            return False
-        plain = not (call["preexec_fn"] or call["pass_fds"] or call["shell"] or call["executable"])
-        if not plain or not call["close_fds"] or call["umask"] >= 0 or (call["uid"], call["gid"]) != (None, None):
-            return False
-        env = os.environ if call["env"] is None else call["env"]
-        if HASH_SEED in env or len("".join(map(str, args))) > LONGEST // 2:
-            return False
-        if self._stock is None:
-            self._stock = Stock(read_at_start(env))
-        return not differs(as_of_fork_server(env), self._stock.env)
+    def has_as_in(self, env):
+        """Return whether the stock has started as a process with this environment would."""
+        if self.stock is None:
+            self.stock = Stock(read_at_start(env))
+        return not differs(as_of_fork_server(env), self.stock.env)
 
     def close(self):
         """End the stock."""
         subprocess.Popen._execute_child = _cold_execute_child
-        if self._stock is not None:
-            self._stock.close()
+        if self.stock is not None:
+            self.stock.close()
 
 
 if __name__ == "__main__":
-    asked = serve(socket.socket(fileno=int(sys.argv[1])))
-    if asked is not None:
-        become_launcher(*asked)
+    stock = socket.socket(fileno=int(sys.argv[1]))
+    own_address = stock.getsockname().decode()
+    become_launcher(*serve(stock), own_address)
