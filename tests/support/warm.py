@@ -37,6 +37,7 @@ ALSO = ("sklearn.datasets", "sklearn.model_selection")
 READ_AT_START = re.compile(r"(?:PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|BLIS_|TORCH|PYTORCH_|CUDA_|MALLOC_|GLIBC_)")
 QUICK_START = str(Path(__file__).with_name("quick_start"))
 """Replaces slow imports in what starts from nothing."""
+PYTHON = sys.executable  # a test may put another one there
 HASH_SEED = "PYTHONHASHSEED"
 SET_BY_IMPORTS = (HASH_SEED, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 """The first is compared apart; torch and scikit-learn set the others, in the process of pytest, too."""
@@ -280,7 +281,7 @@ def start_from_here(own_env, address):
 def is_launcher(call):
     """Return whether a call starts the command ``holdfast``, in a way that a process of the stock can stand for."""
     args = call["args"]
-    if isinstance(args, str | bytes) or tuple(args[1:3]) != LAUNCHER or args[0] != sys.executable:
+    if isinstance(args, str | bytes) or tuple(args[1:3]) != LAUNCHER or args[0] != PYTHON:
         return False
     if call["preexec_fn"] or call["pass_fds"] or call["shell"] or call["executable"] or not call["close_fds"]:
         return False
