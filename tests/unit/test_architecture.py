@@ -85,10 +85,23 @@ MAY_IMPORT = {
         "state.manager",
         "distributed",
         "launch",
+        "observe.terminal",
     },
-    "report": {"errors", "recovery", "integrity.hash_chain", "records"},
-    "observe": {"errors", "records", "report", "data.assignment"},
-    "tools": {"errors", "comm", "data", "models", "state", "session", "records.paths"},
+    "summary": {"errors", "recovery.decisions", "records"},
+    "observe": {"errors", "records", "summary", "data.assignment", "launch", "tools.debug"},
+    "tools": {
+        "errors",
+        "recovery",
+        "comm",
+        "data",
+        "integrity.hash_chain",
+        "models",
+        "state",
+        "session",
+        "records",
+        "summary.files",
+        "launch",
+    },
     "launch": {
         "errors",
         "comm.fabrics",
@@ -99,7 +112,7 @@ MAY_IMPORT = {
         "records",
         "membership",
         "faults.plan",
-        "report",
+        "summary",
         "observe",
         "tools.debug",
     },
@@ -125,13 +138,15 @@ MAY_IMPORT = {
         "holdfast.session.step",
     },
     "lab.counting": {"holdfast.comm"},
-    "lab.pages": {"holdfast.errors", "holdfast.records", "holdfast.report"},
+    "lab.pages": {"holdfast.errors", "holdfast.records", "holdfast.summary", "holdfast.observe.page"},
     "lab.studies": {
         "holdfast",
         "holdfast.errors",
         "holdfast.records",
         "holdfast.recovery",
-        "holdfast.report",
+        "holdfast.summary.files",
+        "holdfast.tools.against",
+        "holdfast.tools.iteration_cost",
         "holdfast.checkpoint",
         "holdfast.comm",
         "holdfast.faults",
@@ -152,6 +167,7 @@ WITHOUT_TORCH = (
     "errors",
     "base.clock",
     "base.device_errors",
+    "base.formatting",
     "base.lazy",
     "base.notice",
     "base.on_import",
@@ -172,9 +188,13 @@ WITHOUT_TORCH = (
     "records",
     "membership",
     "recovery",
-    "report",
+    "summary",
     "observe",
+    "tools.against",
+    "tools.certificate",
     "tools.debug",
+    "tools.divergence",
+    "tools.iteration_cost",
     "launch",
     "cli",
     "faults.points",
@@ -273,8 +293,8 @@ def test_the_runtime_imports_nothing_of_the_laboratory():
         ("lab.workloads", "from holdfast.session.session import Session"),
         ("membership", "from holdfast.comm.base import Communicator"),
         ("engine", "from holdfast.membership import open_store"),
-        ("report", "def f():\n    from holdfast.config import Settings"),
-        ("report", "from holdfast_lab.pages.study import figures"),
+        ("summary", "def f():\n    from holdfast.config import Settings"),
+        ("summary", "from holdfast_lab.pages.study import figures"),
         ("errors", "from holdfast import events"),
     ],
 )
@@ -344,7 +364,7 @@ def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [("a", "b", "c")]
 
 
-BEFORE_A_COMMAND = ("errors", "base", "config", "launch.job", "report.formatting")
+BEFORE_A_COMMAND = ("errors", "base", "config", "launch.job")
 """What commands need at once: their options, and what says in one line that no more files may be opened."""
 
 

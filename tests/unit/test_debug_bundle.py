@@ -17,17 +17,19 @@ import pytest
 from holdfast.cli import main
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
+from holdfast.launch import debug_handlers as handlers
+from holdfast.launch import stacks
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
-from holdfast.launch.debugging import BundleWriter, LastStacks, live_source
 from holdfast.launch.job import Job
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.types import JobRestarted, Recovered, WorkerFenced
-from holdfast.tools.debug import bundle, handlers, stacks
+from holdfast.tools.debug import bundle
 from holdfast.tools.debug.bundle import BundleSource, write_bundle
 from holdfast.tools.debug.redaction import REDACTED, helpful, redact, secrets_of
+from holdfast.tools.debug.running import BundleWriter, LastStacks, live_source
 
 PLANTED = "S3cr3t-pl4nted-value"
 
@@ -210,7 +212,7 @@ def test_a_bundle_of_nothing_is_refused_in_one_line(words, message, tmp_path, mo
 HOLDS_THE_GIL = """
     import ctypes, sys
     from pathlib import Path
-    from holdfast.tools.debug.stacks import stack_path, write_stacks_on_signal
+    from holdfast.launch.stacks import stack_path, write_stacks_on_signal
     write_stacks_on_signal(stack_path(Path(sys.argv[1]), 3))
     print("ready", flush=True)
     def stuck():
@@ -367,7 +369,7 @@ def test_a_restart_of_the_job_counts_its_generations_anew(tmp_path, monkeypatch)
 
 
 def test_only_the_draft_of_this_launcher_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.launch.debugging._BUNDLE_S", -1.0)
+    monkeypatch.setattr("holdfast.tools.debug.running._BUNDLE_S", -1.0)
     other = tmp_path / ".20260101-000000-1-1-recovery-step-5.tar.gz.7.draft"
     other.touch()
     popen, own = subprocess.Popen, []

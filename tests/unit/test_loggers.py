@@ -14,8 +14,8 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line
 from holdfast.launch.job import Job
-from holdfast.launch.loggers import check_targets, find_leftovers, open_loggers
 from holdfast.observe.loggers.leftovers import Leftovers, RunRecords, mark_run
+from holdfast.observe.loggers.log_to import check_targets, find_leftovers, open_loggers
 from holdfast.observe.loggers.mlflow import metric_name
 from holdfast.observe.loggers.recoveries import RecoveryTrace
 from holdfast.observe.loggers.sink import GAP_S, MOST_UNWRITTEN, LoggerSink

@@ -11,7 +11,7 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job
-from holdfast.launch.sinks import check_sinks, host_and_port
+from holdfast.observe.displays import check_sinks, host_and_port
 from holdfast.observe.monitor.metrics import BUCKETS_S, METRICS, Observations, RunMetrics
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import (
@@ -28,7 +28,7 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerEnded,
 )
-from holdfast.report import build_report
+from holdfast.summary.build import build_report
 
 ROOT = Path(__file__).parents[2]
 START = {

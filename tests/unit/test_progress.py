@@ -20,7 +20,7 @@ from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage.counted import CountedStorage
 from holdfast.cli import progress as module
 from holdfast.cli.progress import Reporter, progress
-from holdfast.report.bar import bar_line
+from holdfast.observe.terminal.bar import bar_line
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.base.formatting import happenings
 from holdfast.errors import ConfigError, ScriptError, Unwind
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.files import read_run
 from holdfast.records.types import Recovered, Reinitialised
 from holdfast.recovery import Reinit
 from holdfast.recovery.messages import LOADING, CatchUp, LoadCheckpoint, Progress, ProgressKnown, Reinitialise
-from holdfast.report.build import build_report
-from holdfast.report.formatting import happenings
 from holdfast.session.reinit_context import application
+from holdfast.summary.build import build_report
 
 STEPS = 12
 """Of one loop."""

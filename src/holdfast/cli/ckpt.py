@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from holdfast.base.formatting import size
 from holdfast.cli.places import find, find_root, opened
 from holdfast.cli.progress import progress
 from holdfast.cli.tables import count, moment, need_command, print_json, say, table, warn, warn_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
-from holdfast.report.formatting import size
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Comparison, TensorDiff

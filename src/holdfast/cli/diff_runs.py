@@ -14,8 +14,8 @@ from holdfast.cli.tables import count, print_json, say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import ValueDifference
-    from holdfast.report.certificate import CertificateFinding, CertifiedSteps
-    from holdfast.report.divergence import Divergence, RunComparison
+    from holdfast.tools.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.tools.divergence import Divergence, RunComparison
 
 _MOST_TENSORS = 5
 _WRONG = 3
@@ -40,9 +40,9 @@ def diff_runs(
     """
     from holdfast.errors import ConfigError
     from holdfast.records.files import load_events
-    from holdfast.report.certificate import CertifiedSteps
-    from holdfast.report.divergence import compare_runs, different_settings
-    from holdfast.report.files import load_report
+    from holdfast.summary.files import load_report
+    from holdfast.tools.certificate import CertifiedSteps
+    from holdfast.tools.divergence import compare_runs, different_settings
 
     reports = [load_report(folder) for folder in (first, second)]
     runs = [CertifiedSteps(load_events(folder), str(folder)) for folder in (first, second)]

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.base.formatting import clean
 from holdfast.cli.tables import warn
 from holdfast.errors import CheckpointError, ConfigError, JobError
-from holdfast.report.formatting import clean
 
 if TYPE_CHECKING:
     from holdfast.launch.job import JobOutcome
     from holdfast.records.types import Record, RunStarted
-    from holdfast.report.certificate import CertifiedSteps
+    from holdfast.tools.certificate import CertifiedSteps
 
 _DECIDE = ("slices", "order", "seed", "rescale")
 """Settings that bits depend on, as recorded by the run, whose script may have set them."""
@@ -54,7 +54,7 @@ class ReplayPlan:
         from holdfast.config import FIRM, Settings
         from holdfast.launch.job import Job
         from holdfast.launch.launcher import launch
-        from holdfast.launch.live import make_view
+        from holdfast.observe.terminal.views import make_view
 
         if self.checkpoint:
             _copy_checkpoint(self.checkpoint, self.start, folder / "checkpoints")
@@ -235,8 +235,8 @@ def other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
 
 def load_job(directory: Path) -> dict[str, Any]:
     """Return the report of a run; raise a ConfigError if it is none, or the script used ``torch.distributed``."""
-    from holdfast.report.files import load_report
-    from holdfast.report.formatting import is_distributed
+    from holdfast.base.formatting import is_distributed
+    from holdfast.summary.files import load_report
 
     report = load_report(directory)
     if is_distributed(report):

@@ -13,8 +13,8 @@ from holdfast.cli.tables import count, print_json, say, warn
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.report.certificate import CertificateFinding, CertifiedSteps
-    from holdfast.report.divergence import Divergence
+    from holdfast.tools.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.tools.divergence import Divergence
 
 _WRONG = 3
 """Exit code if a record is inconsistent, or a step is not reproduced."""
@@ -55,7 +55,7 @@ def verify(
     """
     from holdfast.cli.replaying import load_job
     from holdfast.records.files import load_events
-    from holdfast.report.certificate import CertifiedSteps
+    from holdfast.tools.certificate import CertifiedSteps
 
     report = load_job(directory)
     run = CertifiedSteps(load_events(directory), str(directory))
@@ -91,8 +91,8 @@ def _replay(
 ) -> dict[str, Any]:
     """Replay steps; return which, from which state, and where they diverge from the records, if they do."""
     from holdfast.cli.replaying import ReplayPlan, find_start, other_kind, script_of, why_not
-    from holdfast.report.certificate import CertifiedSteps
-    from holdfast.report.divergence import compare_runs
+    from holdfast.tools.certificate import CertifiedSteps
+    from holdfast.tools.divergence import compare_runs
 
     first = run.first if wanted is None else wanted
     last = run.last if stop is None else stop

@@ -24,8 +24,6 @@ from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.live import RunStatus, RunView, SteadyView
-from holdfast.launch.loggers import find_leftovers, open_loggers
 from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -35,17 +33,19 @@ from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
-from holdfast.launch.sinks import check_sinks, open_sinks
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
+from holdfast.observe.displays import check_sinks, open_sinks
 from holdfast.observe.loggers.leftovers import Leftovers
+from holdfast.observe.loggers.log_to import find_leftovers, open_loggers
+from holdfast.observe.terminal.views import RunStatus, RunView, SteadyView
 from holdfast.records.event_log import EventLog
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
 
 if TYPE_CHECKING:
-    from holdfast.launch.dashboard import Dashboard
+    from holdfast.observe.monitor.dashboard import Dashboard
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
@@ -444,7 +444,7 @@ class Launcher:
             sinks += open_sinks(job, clock, say)
             sinks += open_loggers(job, clock, say, self._paths.run_dir, earlier, is_late=is_late)
             if job.dashboard and job.node_rank == 0:
-                from holdfast.launch.dashboard import Dashboard
+                from holdfast.observe.monitor.dashboard import Dashboard
 
                 self._dashboard = Dashboard(job, self._paths, self._running, clock, say)
                 sinks.append(QueuedSink(self._dashboard, say))

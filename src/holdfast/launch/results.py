@@ -45,7 +45,9 @@ def write_results(
     the result of :func:`~holdfast.launch.provenance.job_provenance` when the job was started. With ``has_events`` the
     records are there already.
     """
-    from holdfast.report import build_report, write_page, write_report
+    from holdfast.observe.page.html import write_page
+    from holdfast.summary.build import build_report
+    from holdfast.summary.files import write_report
 
     specs = plan.to_specs()
     arguments: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.base.formatting import slowness
 from holdfast.observe.monitor.lanes import GONE, Lanes
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.slices import SliceShares
@@ -26,8 +27,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.event_lines import cause_of_death
-from holdfast.report.formatting import slowness
+from holdfast.summary.event_lines import cause_of_death
 
 
 class Membership:

@@ -35,7 +35,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.lives import JobLife, LostWorker, RecordsByKind, Recovery
+from holdfast.summary.lives import JobLife, LostWorker, RecordsByKind, Recovery
 
 R = TypeVar("R", bound=Record)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.base import formatting as words
 from holdfast.errors import ConfigError
-from holdfast.report import formatting as words
-from holdfast.report.canvas import NEEDED
+from holdfast.observe.page.canvas import NEEDED
 
 if TYPE_CHECKING:
     from jinja2 import Environment

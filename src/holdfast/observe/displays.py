@@ -9,10 +9,10 @@ from pathlib import Path
 
 from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
-from holdfast.launch.debugging import OFF, BundleWriter, check_bundles
 from holdfast.launch.job import Job, check_writable
-from holdfast.launch.loggers import check_targets
+from holdfast.observe.loggers.log_to import check_targets
 from holdfast.records.queued import QueuedSink, SlowSink
+from holdfast.tools.debug.running import OFF, BundleWriter, check_bundles
 
 _TRAIN_JOB = "KUBEFLOW_TRAINER_SERVER_URL"
 

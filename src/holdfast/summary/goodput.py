@@ -23,8 +23,8 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.history import is_distributed
-from holdfast.report.lives import largest
+from holdfast.summary.history import is_distributed
+from holdfast.summary.lives import largest
 
 CAUSES = {
     "start_up": "from the start of the launcher until training begins",

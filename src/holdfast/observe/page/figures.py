@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.base.formatting import count, listing, seconds
+from holdfast.observe.page.canvas import WIDTH_IN, as_csv, canvas
+from holdfast.observe.page.curves import Drawing, NamedRun, curves_of
+from holdfast.observe.page.timeline import draw_lanes, draw_legend, draw_zoom, first_answered, stretches
 from holdfast.records.types import Record
-from holdfast.report.canvas import WIDTH_IN, as_csv, canvas
-from holdfast.report.curves import Drawing, NamedRun, curves_of
-from holdfast.report.formatting import count, listing, seconds
-from holdfast.report.history import History
-from holdfast.report.timeline import draw_lanes, draw_legend, draw_zoom, first_answered, stretches
+from holdfast.summary.history import History
 
 _LEFT_IN = 0.72
 """Room for the names of workers."""

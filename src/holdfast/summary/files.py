@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.records.encoding import record_to_dict
 from holdfast.records.paths import event_files, events_path
 from holdfast.records.types import Record
-from holdfast.report.build import SCHEMA, build_report
+from holdfast.summary.build import SCHEMA, build_report
 
 _SHAPE: dict[str, type | tuple[type, ...]] = {
     "workers": dict,
@@ -34,7 +34,7 @@ def write_report(records: Sequence[Record], out_dir: Path, *, has_events: bool =
         records: Records of all workers and of the launcher, in any order.
         out_dir: The folder.
         has_events: The records are in the folder already; only the report is written.
-        about: Further arguments of :func:`~holdfast.report.build.build_report`.
+        about: Further arguments of :func:`~holdfast.summary.build.build_report`.
 
     Raises:
         ConfigError: if the files cannot be written.
@@ -71,8 +71,8 @@ def check_folder(directory: Path) -> None:
     Raises:
         ConfigError: if it is a file or cannot be written, or if a package that draws pages is not installed.
     """
-    from holdfast.report.canvas import canvas
-    from holdfast.report.templates import environment
+    from holdfast.observe.page.canvas import canvas
+    from holdfast.observe.page.templates import environment
 
     environment()
     with canvas(1.0):  # both raise the error about missing packages

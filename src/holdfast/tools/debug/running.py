@@ -18,11 +18,11 @@ from holdfast.errors import ConfigError
 from holdfast.launch.control import RunningJob
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.processes import Process, WatchedWorker, this_node
+from holdfast.launch.stacks import last_stack, stack_from_outside, stack_path
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import JobRestarted, Record, Recovered, WorkerFenced
-from holdfast.tools.debug.stacks import last_stack, stack_from_outside, stack_path
 
 if TYPE_CHECKING:
     from holdfast.tools.debug.bundle import BundleSource
@@ -151,8 +151,8 @@ def live_source(job: RunningJob) -> BundleSource:
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    from holdfast.launch.debug_handlers import flight_recorder, handlers_path
     from holdfast.tools.debug.bundle import BundleSource
-    from holdfast.tools.debug.handlers import flight_recorder, handlers_path
 
     ranks = sorted(int(path.name.removeprefix("process-")) for path in job.run_dir.glob("process-*") if _is_rank(path))
     pairs = {rank: WatchedWorker.read(job.run_dir / f"process-{rank}") for rank in ranks}

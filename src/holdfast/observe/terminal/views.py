@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from holdfast.base.formatting import clean, count, rough, speed, timer
 from holdfast.base.side_work import run_aside
-from holdfast.report.bar import bar_line
-from holdfast.report.formatting import clean, count, rough, speed, timer
+from holdfast.observe.terminal.bar import bar_line
 
 if TYPE_CHECKING:
     from rich.console import Group

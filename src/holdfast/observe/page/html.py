@@ -1,4 +1,4 @@
-"""The page of a run as one self-contained HTML file; :mod:`holdfast.report.pages` draws other results."""
+"""The page of a run as one self-contained HTML file; :mod:`holdfast.observe.page.pages` draws other results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import formatting as words
 from holdfast.errors import ConfigError
+from holdfast.observe.page.pages import draw_results
+from holdfast.observe.page.templates import environment
 from holdfast.records.files import load_events
 from holdfast.records.types import Record, StepCommitted
-from holdfast.report import formatting as words
-from holdfast.report.files import load_report
-from holdfast.report.pages import draw_results
-from holdfast.report.templates import environment
+from holdfast.summary.files import load_report
 
 _FEW = 6
 """Up to this number, workers are listed by rank below a count."""
@@ -26,12 +26,12 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
     """Return the page of one run.
 
     Args:
-        report: A report made by :func:`~holdfast.report.build.build_report`.
+        report: A report made by :func:`~holdfast.summary.build.build_report`.
         records: Records of the run; without them the page has no figures.
         title: Title of the page; "" names the strategy and the fabric.
     """
-    from holdfast.report.curves import NamedRun, curves_of
-    from holdfast.report.figures import timeline_of
+    from holdfast.observe.page.curves import NamedRun, curves_of
+    from holdfast.observe.page.figures import timeline_of
 
     message, _, lead = words.headline(report).partition(". ")
     return (

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.base.formatting import DISTRIBUTED
 from holdfast.records.types import (
     ActionRequested,
     CheckpointSaved,
@@ -23,11 +24,10 @@ from holdfast.records.types import (
     StragglerSeen,
     ValuesAltered,
 )
-from holdfast.report.formatting import DISTRIBUTED
-from holdfast.report.goodput import goodput_of
-from holdfast.report.history import History
-from holdfast.report.lives import JobLife, LostWorker
-from holdfast.report.platforms import workers_platforms
+from holdfast.summary.goodput import goodput_of
+from holdfast.summary.history import History
+from holdfast.summary.lives import JobLife, LostWorker
+from holdfast.summary.platforms import workers_platforms
 
 SCHEMA = 1
 """Version of ``report.json``: existing keys keep their names and meanings, new keys may be added."""

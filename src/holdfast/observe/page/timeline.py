@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from holdfast.base.formatting import plain, seconds
+from holdfast.observe.page import canvas as style
 from holdfast.records.types import Finished, Left, Recovered, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
-from holdfast.report import canvas as style
-from holdfast.report.formatting import plain, seconds
-from holdfast.report.history import History
-from holdfast.report.lives import JobLife, LostWorker
+from holdfast.summary.history import History
+from holdfast.summary.lives import JobLife, LostWorker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+from holdfast.base.formatting import action_line, clean, count, seconds, slowness
 from holdfast.records.texts import RANK_0_LOST, named_ranks
 from holdfast.records.types import (
     ActionRequested,
@@ -28,8 +29,7 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.recovery.decisions import decision_of
-from holdfast.report.formatting import action_line, clean, count, seconds, slowness
-from holdfast.report.history import is_distributed
+from holdfast.summary.history import is_distributed
 
 
 def cause_of_death(exit_code: int) -> str:

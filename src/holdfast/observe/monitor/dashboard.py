@@ -27,8 +27,8 @@ from holdfast.launch.job import Job
 from holdfast.launch.node_faults import kill_worker
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths
-from holdfast.launch.sinks import host_and_port
 from holdfast.launch.stopping import StopProcedure
+from holdfast.observe.displays import host_and_port
 from holdfast.observe.monitor.feed import Feed, Refused, run_id
 from holdfast.observe.monitor.log_lines import last_lines
 from holdfast.observe.monitor.server import DashboardServer

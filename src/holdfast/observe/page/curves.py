@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from holdfast.base.formatting import count, listing, number
+from holdfast.observe.page import canvas as style
+from holdfast.observe.page.canvas import HALF_IN, WIDTH_IN, as_csv, canvas
 from holdfast.records.types import Record
-from holdfast.report import canvas as style
-from holdfast.report.canvas import HALF_IN, WIDTH_IN, as_csv, canvas
-from holdfast.report.formatting import count, listing, number
-from holdfast.report.history import History
-from holdfast.report.lives import LostWorker
+from holdfast.summary.history import History
+from holdfast.summary.lives import LostWorker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.launch.control import RunningJob, waits_for
 from holdfast.launch.processes import Process, WatchedWorker, this_node
 from holdfast.launch.tail import RecordTail
-from holdfast.launch.usage import ProcessUsage, UsageMeter
+from holdfast.observe.monitor.usage import ProcessUsage, UsageMeter
 from holdfast.observe.monitor.view import LiveState, RunInfo
 
 _RANK = re.compile(r"process-(\d+)")

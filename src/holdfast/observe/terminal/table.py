@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.formatting import (
+from holdfast.base.formatting import (
     clean,
     count,
     happenings,

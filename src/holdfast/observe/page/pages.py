@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.errors import ConfigError
-from holdfast.report.canvas import kept_in
-from holdfast.report.files import read_json
+from holdfast.observe.page.canvas import kept_in
+from holdfast.summary.files import read_json
 
 Draw = Callable[[Any, Path], str]
 """Returns the page of the results in a folder; raises ConfigError if the lab cannot have written them."""

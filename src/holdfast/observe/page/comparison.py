@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import formatting as words
 from holdfast.errors import ConfigError
+from holdfast.observe.page.curves import NamedRun, curves_of
+from holdfast.observe.page.templates import environment
 from holdfast.records.files import load_events
-from holdfast.report import formatting as words
-from holdfast.report.curves import NamedRun, curves_of
-from holdfast.report.files import load_report
-from holdfast.report.templates import environment
+from holdfast.summary.files import load_report
 
 MOST_RUNS = 8
 """Runs on one page; more curves in the same axes cannot be told apart."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.records.types import RunStarted, WorkerRefused
-from holdfast.report.history import History
+from holdfast.summary.history import History
 
 
 def workers_platforms(history: History) -> dict[str, Any] | None:

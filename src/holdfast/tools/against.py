@@ -10,8 +10,8 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.records.files import complete_lines, read_event_files
 from holdfast.records.paths import events_path
-from holdfast.report.files import check_keys
-from holdfast.report.iteration_cost import iteration_cost, levels
+from holdfast.summary.files import check_keys
+from holdfast.tools.iteration_cost import iteration_cost, levels
 
 WINDOWS = (8, 16, 32, 64)
 """Window lengths for the mean loss, in steps; the first is used with which the loss falls by more than noise."""
