@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.base.formatting import happenings
 from holdfast.errors import ConfigError, ScriptError, Unwind
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.observe.report_text import happenings
 from holdfast.records.files import read_run
 from holdfast.records.types import Recovered, Reinitialised
 from holdfast.recovery import Reinit

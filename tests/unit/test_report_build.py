@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from holdfast.base.formatting import headline
 from holdfast.errors import ConfigError
+from holdfast.observe.report_text import headline
 from holdfast.observe.terminal.table import summary_lines
 from holdfast.records.files import load_events
 from holdfast.records.types import (

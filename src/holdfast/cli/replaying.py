@@ -235,7 +235,7 @@ def other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
 
 def load_job(directory: Path) -> dict[str, Any]:
     """Return the report of a run; raise a ConfigError if it is none, or the script used ``torch.distributed``."""
-    from holdfast.base.formatting import is_distributed
+    from holdfast.observe.report_text import is_distributed
     from holdfast.summary.files import load_report
 
     report = load_report(directory)

@@ -311,7 +311,7 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
 
 def _show(outcome: JobOutcome, report_dir: Path | None, *, as_json: bool) -> None:
     """Print the summary, then why the run failed: a traceback comes last, where it is visible."""
-    from holdfast.base.formatting import is_distributed
+    from holdfast.observe.report_text import is_distributed
     from holdfast.observe.terminal.table import summary_lines
 
     if as_json:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.base.formatting import DISTRIBUTED
 from holdfast.records.types import (
     ActionRequested,
     CheckpointSaved,
@@ -31,6 +30,9 @@ from holdfast.summary.platforms import workers_platforms
 
 SCHEMA = 1
 """Version of ``report.json``: existing keys keep their names and meanings, new keys may be added."""
+
+DISTRIBUTED = "torch.distributed"
+"""``api`` of a run whose script uses ``torch.distributed`` and not a session."""
 
 _HELD = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
 _FILLED = ("step", "t_s", "collective", "seats", "sources", "count")

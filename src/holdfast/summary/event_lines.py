@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
+from typing import Any
 
-from holdfast.base.formatting import action_line, clean, count, seconds, slowness
+from holdfast.base.formatting import clean, count, seconds
 from holdfast.records.texts import RANK_0_LOST, named_ranks
 from holdfast.records.types import (
     ActionRequested,
@@ -195,3 +197,25 @@ def _begin(record: RunStarted) -> str:
     steps = f"{record.steps_planned} steps" if record.steps_planned else "a stream"
     order = "" if record.order == "fold" else f", order {record.order}"
     return f"{workers}, {steps}{at}: {record.fabric}, {record.strategy}{order}"
+
+
+def action_line(action: str, values: Mapping[str, Any]) -> str:
+    """Return a description of an action that was requested through the dashboard."""
+    match action:
+        case "kill":
+            what = f"kill rank {values.get('rank')}"
+        case "scale":
+            what = f"scale to {count(values.get('workers', 0), 'worker')}"
+        case "set":
+            what = "set " + ", ".join(f"{name}={value}" for name, value in values.items())
+        case "save":
+            what = "save a checkpoint"
+        case _:
+            what = f"{action} the job"
+    return f"requested through the dashboard: {what}"
+
+
+def slowness(score: float, policy: str) -> str:
+    """Return how slow a worker is, and the response."""
+    done = {"rebalance": "; it gets fewer slices", "replace": "; it is replaced"}.get(policy, "")
+    return f"it takes {score:.1f} times as long as the other workers{done}"

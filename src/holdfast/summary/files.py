@@ -63,31 +63,6 @@ def save_report(report: Mapping[str, Any], out_dir: Path) -> None:
     _write(out_dir / "report.json", json.dumps(report, indent=1) + "\n")
 
 
-def check_folder(directory: Path) -> None:
-    """Check that a page and its files can be written to ``directory``, which is created if necessary.
-
-    Called before a long computation, which would otherwise be lost.
-
-    Raises:
-        ConfigError: if it is a file or cannot be written, or if a package that draws pages is not installed.
-    """
-    from holdfast.observe.page.canvas import canvas
-    from holdfast.observe.page.templates import environment
-
-    environment()
-    with canvas(1.0):  # both raise the error about missing packages
-        pass
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file: results need a directory or a new path")
-    draft = directory / ".holdfast.draft"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        draft.touch()
-        draft.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
-
-
 def write_results(results: Mapping[str, Any], out_dir: Path) -> None:
     """Write ``results.json`` to ``out_dir``.
 

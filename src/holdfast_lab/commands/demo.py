@@ -63,8 +63,8 @@ def demo(
 
     Example: holdfast demo --out demo-out --workers 4
     """
-    from holdfast.observe.page.html import write_page
-    from holdfast.summary.files import check_folder, write_results
+    from holdfast.observe.page.html import check_folder, write_page
+    from holdfast.summary.files import write_results
     from holdfast_lab.pages.demo import demo_rows
 
     check_folder(out)

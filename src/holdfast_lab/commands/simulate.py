@@ -106,7 +106,7 @@ def check_out(out: Path | None) -> None:
     Raises:
         ConfigError: if not.
     """
-    from holdfast.summary.files import check_folder
+    from holdfast.observe.page.html import check_folder
 
     if out is not None:
         check_folder(out)

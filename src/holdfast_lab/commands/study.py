@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.progress import progress
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.errors import ConfigError
-from holdfast.summary.files import check_folder
+from holdfast.observe.page.html import check_folder
 
 _FAILED = 1
 _STOPPED = 4

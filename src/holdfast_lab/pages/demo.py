@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.base.formatting import DASH, count, headline, listing, number, percent, seconds
+from holdfast.base.formatting import DASH, count, listing, number, percent, seconds
 from holdfast.errors import ConfigError
 from holdfast.observe.page.comparison import held_s
 from holdfast.observe.page.templates import environment
+from holdfast.observe.report_text import headline
 from holdfast.records.files import load_events
 from holdfast.records.types import Record
 from holdfast.summary.files import checked_report, read_json

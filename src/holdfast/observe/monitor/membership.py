@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.base.formatting import slowness
 from holdfast.observe.monitor.lanes import GONE, Lanes
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.slices import SliceShares
@@ -27,7 +26,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.summary.event_lines import cause_of_death
+from holdfast.summary.event_lines import cause_of_death, slowness
 
 
 class Membership:

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.base import formatting as words
 from holdfast.errors import ConfigError
+from holdfast.observe import report_text
 from holdfast.observe.page.curves import NamedRun, curves_of
 from holdfast.observe.page.templates import environment
 from holdfast.records.files import load_events
@@ -63,7 +64,7 @@ def render_comparison(runs: Sequence[NamedRun]) -> str:
 
 def held_s(report: Mapping[str, Any]) -> float | None:
     """Return the seconds from each failure to the next new step, over all recoveries; None if one has no next step."""
-    held = [[failure["recover_s"] for failure in group] for group in words.recoveries(report)]
+    held = [[failure["recover_s"] for failure in group] for group in report_text.recoveries(report)]
     maxima = [max(times) for times in held if None not in times]
     return sum(maxima) if len(maxima) == len(held) else None
 

@@ -10,10 +10,13 @@ from typing import Any
 
 from holdfast.base import formatting as words
 from holdfast.errors import ConfigError
+from holdfast.observe import report_text
+from holdfast.observe.page.canvas import canvas
 from holdfast.observe.page.pages import draw_results
 from holdfast.observe.page.templates import environment
 from holdfast.records.files import load_events
 from holdfast.records.types import Record, StepCommitted
+from holdfast.summary.build import DISTRIBUTED
 from holdfast.summary.files import load_report
 
 _FEW = 6
@@ -33,7 +36,7 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
     from holdfast.observe.page.curves import NamedRun, curves_of
     from holdfast.observe.page.figures import timeline_of
 
-    message, _, lead = words.headline(report).partition(". ")
+    message, _, lead = report_text.headline(report).partition(". ")
     return (
         environment()
         .get_template("run.html")
@@ -47,11 +50,33 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
             curves=curves_of([NamedRun(name="", report=report, records=records)]),
             spent=_spent(report.get("goodput")),
             lost_ids=report.get("lost") or (),
-            happenings=words.happenings(report),
-            distributed=words.is_distributed(report),
-            worker=words.worker(report),
+            happenings=report_text.happenings(report),
+            distributed=report_text.is_distributed(report),
+            worker=report_text.worker(report),
         )
     )
+
+
+def check_folder(directory: Path) -> None:
+    """Check that a page and its files can be written to ``directory``, which is created if necessary.
+
+    Called before a long computation, which would otherwise be lost.
+
+    Raises:
+        ConfigError: if it is a file or cannot be written, or if a package that draws pages is not installed.
+    """
+    environment()
+    with canvas(1.0):  # both raise the error about missing packages
+        pass
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file: results need a directory or a new path")
+    draft = directory / ".holdfast.draft"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
 
 
 def write_page(directory: Path) -> Path:
@@ -83,7 +108,7 @@ def write_page(directory: Path) -> Path:
 
 
 def _title(report: Mapping[str, Any]) -> str:
-    what = words.DISTRIBUTED if words.is_distributed(report) else report.get("strategy")
+    what = DISTRIBUTED if report_text.is_distributed(report) else report.get("strategy")
     parts = [what, report.get("fabric")]
     return " on ".join(part for part in parts if part) or "A run"
 
@@ -92,7 +117,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the key numbers: value, its name, and a note about it."""
     failures, samples = report["failures"], report["samples"]
     tiles = [(words.number(report["steps"]), "steps committed", f"in {words.seconds(report['wall_s'])}")]
-    steps_matter = report["steps"] > 0 or not words.is_distributed(report)
+    steps_matter = report["steps"] > 0 or not report_text.is_distributed(report)
     if steps_matter:
         pace = report["step_s"]
         tiles.append((words.seconds(pace["p50"]), "a step", f"99 % within {words.seconds(pace['p99'])}"))
@@ -104,7 +129,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if held := [joining["held_s"] for joining in report.get("joined", ())]:
         note = "all other workers" if len(held) == 1 else f"the longest of {len(held)}"
         tiles.append((words.seconds(max(held)), "waiting for newcomers", note))
-    if words.is_distributed(report):
+    if report_text.is_distributed(report):
         tiles.append(_finished(report))
     else:
         note = f"{words.number(samples['lost'])} lost, {words.number(samples['repeated'])} repeated"
@@ -160,7 +185,7 @@ def _slowest(failures: Sequence[Mapping[str, Any]], key: str, what: str) -> tupl
 
 
 def _finished(report: Mapping[str, Any]) -> tuple[str, str, str]:
-    workers, one = report["workers"], words.worker(report)
+    workers, one = report["workers"], report_text.worker(report)
     ranks = workers["ranks_finished"]
     note = f"{one if len(ranks) == 1 else f'{one}s'} {words.listing(ranks)}" if 0 < len(ranks) <= _FEW else ""
-    return f"{workers['finished']} of {words.total_workers(report)}", f"{one}s finished", note
+    return f"{workers['finished']} of {report_text.total_workers(report)}", f"{one}s finished", note

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.base import formatting as words
 from holdfast.errors import ConfigError
 from holdfast.observe.page.canvas import NEEDED
+from holdfast.observe.report_text import headline
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -35,6 +36,6 @@ def environment(*folders: Path) -> Environment:
         "percent": words.percent,
         "number": words.number,
         "listing": words.listing,
-        "headline": words.headline,
+        "headline": headline,
     }
     return environment

@@ -6,20 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.base.formatting import (
-    clean,
-    count,
-    happenings,
-    headline,
-    is_distributed,
-    listing,
-    noticed_late_s,
-    number,
-    seconds,
-    size,
-    total_workers,
-    worker,
-)
+from holdfast.base.formatting import clean, count, listing, number, seconds, size
+from holdfast.observe.report_text import happenings, headline, is_distributed, noticed_late_s, total_workers, worker
 
 
 def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> list[str]:
