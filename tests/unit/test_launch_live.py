@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.observe.terminal.views import PlainView, RunStatus, _panel
+from holdfast.launch.run_view import RunStatus
+from holdfast.observe.terminal.views import PlainView, _panel
 from holdfast.records.types import (
     DeviceLost,
     FaultFired,

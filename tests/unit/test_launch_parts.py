@@ -28,10 +28,11 @@ from holdfast.launch.node_faults import KillSchedule
 from holdfast.launch.processes import Process, WatchedWorker, children_of, descendants_of, end_gently, wait_for_end
 from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.run_view import RunStatus, RunView
 from holdfast.launch.stopping import StopProcedure
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
-from holdfast.observe.terminal.views import RunStatus, RunView, make_view
+from holdfast.observe.terminal.views import make_view
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.paths import stop_path

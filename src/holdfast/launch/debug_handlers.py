@@ -7,16 +7,9 @@ ranks. The handlers below it need none of that: a thread in C++ answers, also wh
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from http.client import HTTPConnection
-
-FLIGHT_RECORDER = "fr_trace_json"
-"""The handler that returns the collectives that process groups of torch recorded."""
-_TIMEOUT_S = 5.0
 _serving: list[Any] = []
 
 
@@ -35,47 +28,3 @@ def serve_handlers(path: Path) -> str:
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         return f"torch serves no debug handlers: {str(error).partition(chr(10))[0]}"
     return ""
-
-
-def flight_recorder(path: Path) -> str:
-    """Return the flight recorder of a worker as JSON text, or in parentheses why there is none."""
-    if not path.exists():
-        return "(not served: start the job with --debug-handlers)"
-    from http.client import HTTPException  # takes as long as the rest of this package
-
-    try:
-        text = _ask(path, FLIGHT_RECORDER)
-        entries = json.loads(text).get("entries", [])
-    except (OSError, ValueError, AttributeError, HTTPException) as error:
-        return f"(no answer: {error})"
-    if not entries:
-        return "(empty: no process group of torch has recorded a collective; its size is TORCH_FR_BUFFER_SIZE)"
-    return text
-
-
-def _ask(path: Path, handler: str) -> str:
-    connection = _connection(path)
-    try:
-        connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
-        answer = connection.getresponse()
-        text = answer.read().decode(errors="replace")
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise ValueError(f"status {answer.status} of the handler {handler}")
-    return text
-
-
-def _connection(path: Path) -> HTTPConnection:
-    import socket
-    from http.client import HTTPConnection
-
-    connection = HTTPConnection("localhost")
-    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.sock.settimeout(_TIMEOUT_S)
-    try:
-        connection.sock.connect(str(path))
-    except OSError:
-        connection.close()
-        raise
-    return connection

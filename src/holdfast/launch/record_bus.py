@@ -19,7 +19,7 @@ from holdfast.launch.job_state import JobState
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
-from holdfast.observe.terminal.views import RunStatus, RunView
+from holdfast.launch.run_view import RunStatus, RunView
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder

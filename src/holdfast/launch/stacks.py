@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from holdfast.launch.processes import Process
+
 SIGNAL = signal.SIGRTMIN + 9
 """The signal on which a worker writes its stacks; a realtime signal, which scripts hardly use."""
 MOST_CHARS = 8192
@@ -33,6 +35,12 @@ _ANSWER_S = 0.05
 _POLL_S = 0.002
 _SPY_S = 10.0
 """Time limit of py-spy; it usually takes 50 ms."""
+_STOPPED_S = 0.3
+"""How long py-spy may take to read the stacks of a stopped worker; it usually takes 50 ms."""
+OFF = "off"
+"""Value of ``--debug-bundles`` with which not even stacks are taken."""
+_MOST_STACKS = 8
+"""A run takes no more stacks than this: the first failures explain the most."""
 NO_PY_SPY = "py-spy is not installed (pip install py-spy)"
 
 _open: list[TextIO] = []
@@ -121,6 +129,29 @@ def innermost(stack: str, script: str) -> str:
             if number.isdecimal():
                 return f"{name}, line {number}"
     return ""
+
+
+class LastStacks:
+    """Stacks of workers that are about to be killed because they hang.
+
+    Args:
+        run_dir: The directory of the run.
+        is_off: Take none.
+    """
+
+    def __init__(self, run_dir: Path, *, is_off: bool) -> None:
+        self._run_dir = run_dir
+        self._left = 0 if is_off else _MOST_STACKS
+
+    def take(self, rank: int, worker: Process) -> str:
+        """Return the stacks of a worker; "" if it does not write them within 50 ms, or is stopped and py-spy is missing."""
+        if self._left <= 0:
+            return ""
+        self._left -= 1
+        if worker.is_stopped():  # it must not be resumed, not even to write its stacks
+            stack = stack_from_outside(worker.pid, _STOPPED_S)
+            return "" if stack.startswith("(") else stack
+        return last_stack(stack_path(self._run_dir, rank), worker.send)
 
 
 def _size(path: Path) -> int:

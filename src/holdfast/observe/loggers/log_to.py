@@ -7,12 +7,12 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
+from holdfast.launch.displays import Display, DisplayedJob
 from holdfast.launch.job import Job, check_writable, is_remote
 from holdfast.launch.rendezvous import hub_places
 from holdfast.observe.loggers.leftovers import Leftovers, mark_run
@@ -29,26 +29,75 @@ _RUN_ID_FILE = ".holdfast-run-id"
 """File beside the checkpoints: the id of the run that wrote them."""
 
 
-def check_targets(job: Job) -> None:
-    """Raise a ConfigError that says what to change, if the job cannot log as it asks for."""
-    targets = parse_targets(job.log_to)
-    for target in targets:
-        target.check()
-        if target.kind == "wandb" and job.node_rank == 0:
-            _check_key(target)
-        if target.kind == "tensorboard" and job.node_rank == 0:
-            check_writable(Path(target.place), f"--log-to {target}: the folder")
-    if not _may_return(job):
-        _check_new(job, targets)
-    run_id = os.environ.get(RUN_ID, "")
-    if run_id and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_id):
-        raise ConfigError(f"{RUN_ID} must have 1 to 64 letters, digits, - and _, got {run_id!r}")
-    needs_id = [target for target in targets if target.kind in ("wandb", "mlflow")]
-    if needs_id and job.settings.resume and is_remote(job.settings.checkpoint_dir) and not run_id:
-        raise ConfigError(
-            f"--log-to {needs_id[0]} cannot find out which run to resume, because its checkpoints are in remote storage:"
-            f" set {RUN_ID} to the same id at each start of the job"
-        )
+class LoggerDisplay(Display):
+    """The loggers of ``--log-to``."""
+
+    def __init__(self) -> None:
+        self._earlier = Leftovers("")
+
+    def check(self, job: Job) -> None:
+        """See :meth:`Display.check`."""
+        targets = parse_targets(job.log_to)
+        for target in targets:
+            target.check()
+            if target.kind == "wandb" and job.node_rank == 0:
+                _check_key(target)
+            if target.kind == "tensorboard" and job.node_rank == 0:
+                check_writable(Path(target.place), f"--log-to {target}: the folder")
+        if not _may_return(job):
+            _check_new(job, targets)
+        run_id = os.environ.get(RUN_ID, "")
+        if run_id and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_id):
+            raise ConfigError(f"{RUN_ID} must have 1 to 64 letters, digits, - and _, got {run_id!r}")
+        needs_id = [target for target in targets if target.kind in ("wandb", "mlflow")]
+        if needs_id and job.settings.resume and is_remote(job.settings.checkpoint_dir) and not run_id:
+            raise ConfigError(
+                f"--log-to {needs_id[0]} cannot find out which run to resume, because its checkpoints are in remote storage:"
+                f" set {RUN_ID} to the same id at each start of the job"
+            )
+
+    def prepare(self, job: Job) -> None:
+        """Find the records of earlier starts of the job that were not logged, if it resumes and logs."""
+        self._earlier = Leftovers(_name_of(job) if job.log_to and job.settings.resume and job.node_rank == 0 else "")
+
+    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
+        """Return the sinks of all targets.
+
+        Raises:
+            ConfigError: if the folder of checkpoints cannot be written, or a log is that of another run.
+        """
+        job, say, run_dir = displayed.job, displayed.say, displayed.paths.run_dir
+        targets = parse_targets(job.log_to)
+        if displayed.is_late and job.node_rank == 0:
+            if targets:
+                say("nothing is logged until the job is resumed: it had begun before this launcher arrived (--log-to)")
+            return []
+        if _may_return(job):  # it was not known before the rendezvous whether this launcher is late
+            _check_new(job, targets)
+        is_first, shows_media = job.node_rank == 0, any(target.kind != "otel" for target in targets)
+        if shows_media and is_first:
+            media_dir(run_dir).mkdir(mode=0o700, exist_ok=True)
+        elif shows_media:
+            media_elsewhere_path(run_dir).touch(mode=0o600)
+        if not targets or not is_first:
+            return []
+        from holdfast.observe.loggers.media import MediaFiles
+        from holdfast.observe.loggers.otel import RecoveryTracer
+        from holdfast.observe.loggers.sink import LAST_S, LoggerSink
+
+        run = mark_run(run_dir, _name_of(job), time.time() - displayed.clock.now_s())
+        run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
+        sinks = [
+            RecoveryTracer(target.place, run_id, run.epoch_s, displayed.clock)
+            if target.kind == "otel"
+            else LoggerSink(_logger(target, run_id), run, self._earlier.runs, files, say)
+            for target in targets
+        ]
+        return [QueuedSink(sink, say, last_s=LAST_S) for sink in sinks]
+
+    def close(self) -> None:
+        """See :meth:`Display.close`."""
+        self._earlier.close()
 
 
 def _check_key(target: LogTarget) -> None:
@@ -70,56 +119,6 @@ def _check_new(job: Job, targets: Sequence[LogTarget]) -> None:
     if job.node_rank == 0 and not job.settings.resume:
         for target in targets:
             target.check_new()
-
-
-def find_leftovers(job: Job) -> Leftovers:
-    """Return the records of earlier starts of the job that were not logged, if it resumes and logs."""
-    return Leftovers(_name_of(job) if job.log_to and job.settings.resume and job.node_rank == 0 else "")
-
-
-def open_loggers(
-    job: Job, clock: Clock, say: Callable[[str], None], run_dir: Path, earlier: Leftovers, *, is_late: bool = False
-) -> list[QueuedSink]:
-    """Return the sinks of all targets, on the launcher of the first node: it receives the records of all nodes.
-
-    Args:
-        job: The job.
-        clock: Its zero is when the run began.
-        say: Displays a line.
-        run_dir: Folder of the record files.
-        earlier: Records of earlier starts of the job.
-        is_late: Whether the job had begun before this launcher arrived. Then an earlier launcher of this node logged.
-
-    Raises:
-        ConfigError: if the folder of checkpoints cannot be written, or a log is that of another run.
-    """
-    targets = parse_targets(job.log_to)
-    if is_late and job.node_rank == 0:
-        if targets:
-            say("nothing is logged until the job is resumed: it had begun before this launcher arrived (--log-to)")
-        return []
-    if _may_return(job):  # it was not known before the rendezvous whether this launcher is late
-        _check_new(job, targets)
-    is_first, shows_media = job.node_rank == 0, any(target.kind != "otel" for target in targets)
-    if shows_media and is_first:
-        media_dir(run_dir).mkdir(mode=0o700, exist_ok=True)
-    elif shows_media:
-        media_elsewhere_path(run_dir).touch(mode=0o600)
-    if not targets or not is_first:
-        return []
-    from holdfast.observe.loggers.media import MediaFiles
-    from holdfast.observe.loggers.otel import RecoveryTracer
-    from holdfast.observe.loggers.sink import LAST_S, LoggerSink
-
-    run = mark_run(run_dir, _name_of(job), time.time() - clock.now_s())
-    run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
-    sinks = [
-        RecoveryTracer(target.place, run_id, run.epoch_s, clock)
-        if target.kind == "otel"
-        else LoggerSink(_logger(target, run_id), run, earlier.runs, files, say)
-        for target in targets
-    ]
-    return [QueuedSink(sink, say, last_s=LAST_S) for sink in sinks]
 
 
 def _logger(target: LogTarget, run_id: str) -> StepLogger:

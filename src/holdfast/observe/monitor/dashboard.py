@@ -28,7 +28,7 @@ from holdfast.launch.node_faults import kill_worker
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stopping import StopProcedure
-from holdfast.observe.displays import host_and_port
+from holdfast.observe.address import host_and_port
 from holdfast.observe.monitor.feed import Feed, Refused, run_id
 from holdfast.observe.monitor.log_lines import last_lines
 from holdfast.observe.monitor.server import DashboardServer

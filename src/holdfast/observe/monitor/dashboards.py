@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.launch.control import RunningJob, request_changes, running_jobs
 from holdfast.launch.processes import Process
-from holdfast.observe.displays import host_and_port
+from holdfast.observe.address import host_and_port
 from holdfast.observe.monitor.dashboard import CHANGE_ACTIONS, check_names
 from holdfast.observe.monitor.feed import Feed, Refused, run_id
 from holdfast.observe.monitor.followed import FollowedFolder
