@@ -23,15 +23,15 @@ from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
 from holdfast.launch.job import Job
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
+from holdfast.launch.stacks import LastStacks
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.types import JobRestarted, Recovered, WorkerFenced
 from holdfast.tools.debug import bundle
 from holdfast.tools.debug.bundle import BundleSource, write_bundle
-from holdfast.tools.debug.redaction import REDACTED, helpful, redact, secrets_of
-from holdfast.launch.stacks import LastStacks
 from holdfast.tools.debug.bundle_writer import BundleWriter
 from holdfast.tools.debug.flight_recorder import flight_recorder
+from holdfast.tools.debug.redaction import REDACTED, helpful, redact, secrets_of
 from holdfast.tools.debug.running import live_source
 
 PLANTED = "S3cr3t-pl4nted-value"

@@ -6,12 +6,11 @@ They stand in outer rooms, which the launcher knows only by this table of names.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from holdfast.base.clock import Clock
+from holdfast.base.registered import named
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
 from holdfast.launch.job import Job
@@ -94,7 +93,7 @@ class Displays:
     """All displays of one job."""
 
     def __init__(self) -> None:
-        self._displays = [_make(place) for place in BUILT_IN.values()]
+        self._displays: list[Display] = [named(place)() for place in BUILT_IN.values()]
 
     def check(self, job: Job) -> None:
         """See :meth:`Display.check`."""
@@ -137,8 +136,3 @@ class Displays:
         """See :meth:`Display.close`."""
         for display in self._displays:
             display.close()
-
-
-def _make(place: str) -> Display:
-    module, _, name = place.partition(":")
-    return cast("type[Display]", getattr(importlib.import_module(module), name))()

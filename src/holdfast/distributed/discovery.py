@@ -7,33 +7,22 @@ Lightning has no entry point for strategies. torch has one for backends, which i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from holdfast.base.on_import import when_imported
+from holdfast.base.registered import named
 
 NAME = "holdfast"
 """Name of the strategy."""
-
-
-def _trainer_strategy(**settings: Any) -> Any:
-    from holdfast.integrations.lightning.strategy import HoldfastStrategy
-
-    return HoldfastStrategy(**settings)
-
-
-def _fabric_strategy(**settings: Any) -> Any:
-    from holdfast.integrations.lightning.fabric import HoldfastFabricStrategy
-
-    return HoldfastFabricStrategy(**settings)
-
-
-_REGISTRIES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", _trainer_strategy),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", _fabric_strategy),
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "holdfast.integrations.lightning.strategy:HoldfastStrategy"),
+    "lightning.fabric.strategies": (
+        "STRATEGY_REGISTRY",
+        "holdfast.integrations.lightning.fabric:HoldfastFabricStrategy",
+    ),
 }
-"""Module: name of its registry, and what makes the strategy."""
+"""Module: name of its registry, and module and class of the strategy."""
 
 
 @functools.cache  # torch may ask more than once
@@ -43,7 +32,16 @@ def install() -> None:
 
 
 def _register(module: ModuleType) -> None:
-    attribute, make = _REGISTRIES[module.__name__]
+    attribute, place = _REGISTRIES[module.__name__]
     registry = getattr(module, attribute, None)  # another version of Lightning may have another name for it
     if registry is not None and NAME not in registry:
-        registry.register(NAME, make, description="Fault-tolerant training, see holdfast.integrations.lightning")
+        registry.register(
+            NAME,
+            functools.partial(_strategy, place),
+            description="Fault-tolerant training, see holdfast.integrations.lightning",
+        )
+
+
+def _strategy(place: str, **settings: Any) -> Any:
+    """Import a strategy only when a script uses it: Lightning is still being imported when it is registered."""
+    return named(place)(**settings)
