@@ -1,1 +1,1 @@
-"""Tools beside training: the doctor, and what is needed to debug a run. The core does not need them."""
+"""Tools beside training: the doctor, checks and comparisons of runs, and debug bundles. The core does not need them."""

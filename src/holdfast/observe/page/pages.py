@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from holdfast.base.registered import named
 from holdfast.errors import ConfigError
 from holdfast.observe.page.canvas import kept_in
 from holdfast.summary.files import read_json
@@ -41,10 +41,10 @@ def draw_results(directory: Path) -> str | None:
 
 
 def _find(place: str, path: Path) -> Draw:
-    module, _, name = place.partition(":")
     try:
-        return cast("Draw", getattr(importlib.import_module(module), name))
+        return cast("Draw", named(place))
     except ModuleNotFoundError as error:
+        module = place.partition(":")[0]
         if not f"{module}.".startswith(f"{error.name}."):  # a dependency of the lab is missing
             raise
         raise ConfigError(
