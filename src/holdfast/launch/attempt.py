@@ -23,7 +23,6 @@ from holdfast.launch.hash_seed import HASH_SEED, hash_seed
 from holdfast.launch.job import Job
 from holdfast.launch.killed_workers import KilledWorkers
 from holdfast.launch.mpi_hosts import MpiHosts
-from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, end_without_files, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.slots import Slots
@@ -41,8 +40,6 @@ _SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
 """Sets where mpirun creates its session directory on this machine, which remains if mpirun is killed."""
 _TELL_S = 0.5
 """How long a watcher may take to record that its worker has ended, before it is killed with the job."""
-_PORT_LOOKS = 8
-"""Consecutive checks of mpirun's ports that find nothing to close; mpirun accepts waiting connections one by one."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables from which our mpirun would conclude that it is a worker of another mpirun."""
 
@@ -104,7 +101,6 @@ class JobAttempt:
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}
         self._pairs: dict[int, WatchedWorker] = {}
-        self._looks_at_ports = _PORT_LOOKS if job.fabric.has_parent_process and hosts is None else 0
         try:
             self._start_all(ranks, each=job.fabric.starts_each)
         except OSError:
@@ -219,15 +215,6 @@ class JobAttempt:
     def is_mpirun_stopped(self) -> bool:
         """Return whether mpirun is stopped by a signal."""
         return self._mpirun is not None and any(process.is_stopped() for process in _living(self._mpirun))
-
-    def shut_ports(self) -> None:
-        """Close mpirun's ports on this machine as soon as its workers no longer need them."""
-        if self._looks_at_ports:
-            pairs = self.pairs()
-            living = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
-            have_started = len(pairs) == len(self.processes)
-            closed = shut_ports(self._started[0].pid, living if have_started else None)
-            self._looks_at_ports = self._looks_at_ports - 1 if closed == 0 else _PORT_LOOKS
 
     def is_running(self) -> bool:
         """Return whether any process started here, mpirun or worker, is running."""

@@ -254,7 +254,6 @@ class Launcher:
         self._displays.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
             run_aside("keeping temporary files from being removed", self._keep_files, None)
-            run_aside("closing ports of mpirun", attempt.shut_ports, None)
             self._health.poll(attempt)
             self._elastic.answer_requests(attempt)
         if not self._stopping.is_requested:
