@@ -1,20 +1,17 @@
 """How long the other workers are blocked when one joins: a spare that takes over, and a fresh process.
 
-    python benchmarks/rejoin.py [--workers 3] [--kills 5] [--megabytes 100] [--kinds spare,whole,follows] [--seed 0] [--json FILE]
+    python benchmarks/rejoin.py [--workers 3] [--kills 5] [--megabytes 100] [--kinds spare,whole] [--seed 0] [--json FILE]
 
 Real workers on the ``gloo`` fabric, one of which is killed in every job. The model and its Adam state have the given
 size together, and a newcomer receives all of it.
 
-spare    it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and the
-         number of steps until then. The step in progress is recomputed.
-whole    a new process is started and joins. ``join`` is the time from the last step without it to the first with it, less
-         one ordinary step; ``held`` is the longest time between two steps until the second one with it, less the same.
-         ``regroup`` is the shrink that admits it, ``transfer`` the state transfer, ``memory`` the setup of shared
-         memory for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
-         ``without`` is the median step without the dead worker.
-follows  the same, but it follows the training before it joins, and only what differs is transferred. ``held`` begins with
-         the first step that it follows. ``following`` is the longest step meanwhile; it is part of ``without``. A newcomer
-         that does not catch up ends the measurement.
+spare  it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and the
+       number of steps until then. The step in progress is recomputed.
+whole  a new process is started and joins. ``join`` is the time from the last step without it to the first with it, less
+       one ordinary step; ``held`` is the longest time between two steps until the second one with it, less the same.
+       ``regroup`` is the shrink that admits it, ``transfer`` the state transfer, ``memory`` the setup of shared
+       memory for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
+       ``without`` is the median step without the dead worker.
 
 Loopback on few cores says nothing about a cluster: one memory holds as many copies of the model as there are workers.
 """
@@ -51,7 +48,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kills", type=int, default=5, help="kills of each kind")
     parser.add_argument("--megabytes", type=int, default=100, help="size of the state, in MB")
-    parser.add_argument("--kinds", default="spare,whole,follows", help="which to measure, separated by commas")
+    parser.add_argument("--kinds", default="spare,whole", help="which to measure, separated by commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -92,37 +89,20 @@ def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
     victim = seed % workers
     plan = FaultPlan((Fault("kill", victim, KILL_AT, "backward"),)).to_json()
     spares = int(kind == "spare")
-    least = 0 if kind == "follows" else -1
     with tempfile.TemporaryDirectory() as folder:
         os.environ[PARTS] = folder
         outcome = launch(
             Job(
                 script=Path(__file__),
                 args=("--train", str(megabytes), str(workers)),
-                settings=Settings(
-                    fabric="gloo", workers=workers, spares=spares, faults=plan, seed=seed, catch_up_bytes=least
-                ),
+                settings=Settings(fabric="gloo", workers=workers, spares=spares, faults=plan, seed=seed),
                 max_respawns=1 - spares,
             )
         )
         if outcome.exit_code:
             raise RuntimeError(f"the job failed: {outcome.message}\n{outcome.traceback}")
         parts = [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
-    if kind == "follows":
-        check_caught_up(outcome.records)
     return (row_of_spare if spares else row_of_fresh)(outcome.records, parts, victim)
-
-
-def check_caught_up(records: Any) -> None:
-    """Check that newcomers followed the training before they joined.
-
-    Raises:
-        RuntimeError: if none did, or one joined in another way: what is measured would be something else.
-    """
-    ups = [r for r in records if type(r).__name__ == "CaughtUp"]
-    why = [up.why for up in ups if up.why]
-    if why or not ups:
-        raise RuntimeError(f"the newcomer did not catch up: {why[0] if why else 'there is no record CaughtUp'}")
 
 
 def committed(records: Any) -> dict[int, tuple[float, int]]:
@@ -162,22 +142,12 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
             (part["seconds"] for part in givers if part["name"] == name and part["step"] == first), default=0.0
         )
 
-    following: Row = {}
-    since = first - 1
-    for up in (r for r in records if type(r).__name__ == "CaughtUp"):
-        since = max(up.first_step, KILL_AT + 1) - 1
-        following = {
-            "following_ms": longest_ms(done, range(since, first)),
-            "repeated_steps": up.steps,
-            "sent_MB": up.sent_bytes / 1e6,
-        }
-    if first > KILL_AT + 1:
-        following["without_ms"] = step_ms(done, range(KILL_AT, first))
+    without: Row = {"without_ms": step_ms(done, range(KILL_AT, first))} if first > KILL_AT + 1 else {}
     moved = longest("transfer")
     join_ms = longest_ms(done, range(first - 1, first + 1)) - usual
     size = max(part["bytes"] for part in parts)
     return {
-        "held_ms": longest_ms(done, range(since, first + 2)) - usual,
+        "held_ms": longest_ms(done, range(first - 1, first + 2)) - usual,
         "join_ms": join_ms,
         "recovered_held_ms": 1e3 * max(r.held_s for r in joined),
         "regroup_ms": longest("regroup"),
@@ -186,7 +156,7 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
         "memory_ms": longest("memory"),
         "step_ms": usual,
         "join_steps": join_ms / usual,
-        **following,
+        **without,
     }
 
 

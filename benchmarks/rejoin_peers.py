@@ -6,8 +6,8 @@ torchft 0.2 on Gloo, a replica group a worker, its lighthouse with ``--heartbeat
 The model and its momentum have the given size together. A replica is killed and started again; it joins, and receives the
 state of another one over HTTP. Counted is the longest time between two commits of a survivor, from the five commits
 before all replicas take part to the second one with all, less one ordinary step: the quorum in which the newcomer heals
-comes before the one in which it takes part. ``held`` of ``rejoin.py`` begins with the first step that its newcomer
-follows, and ends with the same step. The newcomer's start is not included.
+comes before the one in which it takes part. ``held`` of ``rejoin.py`` begins with the last step before its newcomer
+joins, and ends with the same step. The newcomer's start is not included.
 
 ``copy`` is one copy of as many bytes in memory: the limit.
 """

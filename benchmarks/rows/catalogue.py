@@ -130,14 +130,14 @@ def _kill() -> Row:
 def _join() -> Row:
     return Row(
         "join", "how long a newcomer holds 3 workers, 100 MB of state", "ms",
-        (("rejoin.py", "--kinds", "follows", "--kills", "6"), ("rejoin_peers.py", "--kills", "6")), readers.join,
+        (("rejoin.py", "--kinds", "whole", "--kills", "6"), ("rejoin_peers.py", "--kills", "6")), readers.join,
         {"torchft": Peer("torchft", "peers", "torchft", "heartbeat timeout 500 ms, join timeout 200 ms")},
         (
-            ("rejoin.py", "--kinds", "follows", "--kills", "1", "--megabytes", "1", "--workers", "2"),
+            ("rejoin.py", "--kinds", "whole", "--kills", "1", "--megabytes", "1", "--workers", "2"),
             ("rejoin_peers.py", "--kills", "1", "--megabytes", "1", "--systems", "none"),
         ),
         limit="one copy of the state", limit_s=180,
-        why={"torchft": "half is memory for gradients of one more worker, a fifth the check of its state: performance-recovery.md"},
+        why={"torchft": "half is memory for gradients of one more worker, most of the rest the transfer of the state: performance-recovery.md"},
     )  # fmt: skip
 
 

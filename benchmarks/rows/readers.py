@@ -64,7 +64,7 @@ def kill(contents: Sequence[Content]) -> Measured:
 
 def join(contents: Sequence[Content]) -> Measured:
     """``rejoin.py`` and ``rejoin_peers.py``: milliseconds that a newcomer holds the other workers."""
-    ours = [row["held_ms"] for row in contents[0]["rows"]["follows"]]
+    ours = [row["held_ms"] for row in contents[0]["rows"]["whole"]]
     return Measured(ours, contents[1]["held_ms"], contents[1]["copy_ms"])
 
 

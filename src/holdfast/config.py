@@ -275,8 +275,6 @@ class Settings:
     """Approximate size of the buckets in which gradients are reduced."""
     shared_bytes: int = option(-1, least=-1)
     """Maximum shared memory of a worker with the others of its host, for all-reduces; 0: none, -1: all that is free."""
-    catch_up_bytes: int = option(16 << 20, least=-1)
-    """A newcomer to a job with at least so many bytes of gradients receives the state while the others train; -1: never."""
     between_hosts: str = option(
         "fabric",
         help="What carries gradients between hosts; nccl has never run.",

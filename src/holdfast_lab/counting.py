@@ -52,6 +52,7 @@ _PROPERTIES = (
     "generation",
     "has_lost_store",
     "has_atomic_shrink",
+    "can_grow",
 )
 _NOT_COUNTED = ("take", "check_failures", "join", "newcomers", "announce", "wanted_platform", "failed")
 """Calls that are passed on uncounted: they send nothing, or were counted when they were posted."""

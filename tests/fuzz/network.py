@@ -15,17 +15,14 @@ from holdfast.membership.acts import Tally, check_vote
 from holdfast.membership.authentication import ClientHandshake, HandshakeRefused, LineAuthenticator, check_greeting
 from holdfast.membership.gateway import EtcdCluster, EtcdConnection, EtcdRefused, EtcdUnavailable
 from holdfast.membership.server import check_request
-from holdfast.membership.state_requests import StreamSecrets
 from holdfast.membership.store import derive_key
 from holdfast.membership.wire import MAX_HELLO_BYTES, LineSplitter, dump, parse
 from holdfast.observe.monitor.feed import Feed
 from holdfast.observe.monitor.server import DashboardServer
 from holdfast.observe.monitor.token import Token
 from holdfast.observe.monitor.view import LiveState, RunInfo
-from holdfast.state.stream_wire import receive_header
 
 TOKEN = "a token"  # noqa: S105
-_KEY = derive_key(TOKEN, "stream")
 
 
 def read_hub_lines(data: bytes) -> None:
@@ -82,21 +79,6 @@ def _introduction(name: str) -> bytes:
 
     once = bytes(16)
     return _HELLO.pack(once, 1, _proof(derive_key("", f"link to {name}"), once, 1))
-
-
-def read_stream(data: bytes) -> None:
-    """What a newcomer reads of a stream of state: with the first byte odd, with right MACs."""
-    if data[:1] and data[0] % 2:
-        length, said, secrets = data[1:9], data[9:], StreamSecrets(_KEY)
-        data = b"\1" + length + secrets.next_mac(length) + said + secrets.next_mac(said)
-    giver, newcomer = socket.socketpair()
-    with giver, newcomer:
-        giver.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            giver.send(data[1:])
-        giver.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(OSError):
-            assert type(receive_header(newcomer, StreamSecrets(_KEY))) is dict
 
 
 class _Run:
@@ -210,14 +192,6 @@ PARSERS = {
         (
             b"\1" + (1).to_bytes(4, "big") + bytes(4) + bytes(8) + (3).to_bytes(8, "big") + b"abc",
             b"\0" + bytes(52),
-        ),
-    ),
-    "stream": Parser(
-        read_stream,
-        (
-            b"\1" + (30).to_bytes(8, "big") + b'{"step": 1, "end": true}      ',
-            b"\1" + (2).to_bytes(8, "big") + b"{}",
-            b"\0" + (2).to_bytes(8, "big") + b"{}" + bytes(32),
         ),
     ),
     "http": Parser(

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "models": LOOP
     | {"data", "integrity", "engine.context", "engine.run_log", "engine.vote", "engine.flips"}
     | {"session.media", "session.models", "session.step", "state.transfer"},
-    "state": LOOP | {"data", "integrity", "models", "engine", "membership.state_requests"},
+    "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
     "distributed": {

@@ -22,8 +22,6 @@ from rows import catalogue, environments, machine, readers, text  # noqa: E402
 from rows.results import Result, Results  # noqa: E402
 from rows.row import FEWEST_VALUES, Measured, Peer, Row, compare, share_of_limit  # noqa: E402
 
-from holdfast.records.types.workers import CaughtUp  # noqa: E402
-
 # Recorded on a virtual machine of two cores, ten seconds apart: idle, then one core taken by a loop.
 IDLE = (
     "cpu  7461802 5 1532016 3610214 27263 0 42151 90817 0 0\ncpu0 3733201 1 769118 1799123 13204 0 20912 45210 0 0",
@@ -452,7 +450,7 @@ GOODPUT = [
         ),
         (
             readers.join,
-            [{"rows": {"whole": held(4), "follows": held(3)}}, {"held_ms": {"torchft": [6]}, "copy_ms": [1]}],
+            [{"rows": {"spare": held(4), "whole": held(3)}}, {"held_ms": {"torchft": [6]}, "copy_ms": [1]}],
             Measured([3], {"torchft": [6]}, [1]),
         ),
         (
@@ -502,19 +500,7 @@ def test_names_of_rows_are_distinct_and_their_scripts_exist():
         assert set(row.why) <= set(row.peers)
 
 
-def test_a_newcomer_that_did_not_catch_up_is_not_measured_as_one_that_did():
-    up = CaughtUp(rank=3, step=9, giver=0, first_step=6, steps=3, received_bytes=1, sent_bytes=1, seconds=1.0)
-
-    rejoin.check_caught_up([up])
-    for records, why in (
-        ([], "there is no record CaughtUp"),
-        ([up, dataclasses.replace(up, why="too slow")], "too slow"),
-    ):
-        with pytest.raises(RuntimeError, match=f"the newcomer did not catch up: {why}"):
-            rejoin.check_caught_up(records)
-
-
-def test_the_longest_time_between_steps_counts_while_a_newcomer_follows_and_joins():
+def test_the_longest_time_between_steps_counts_while_a_newcomer_joins():
     times = dict(enumerate((0.0, 1.0, 2.0, 5.0, 6.0, 10.0, 11.0)))
     done = {step: (t_s, 3) for step, t_s in times.items()}
 

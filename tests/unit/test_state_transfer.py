@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -13,12 +12,9 @@ from lagging import lagging
 from holdfast.checkpoint.write_plan import take
 from holdfast.comm.c10d import C10dCommunicator
 from holdfast.comm.device import Wait
-from holdfast.comm.memory import as_bytes
 from holdfast.errors import CheckpointError, PeerFailed
 from holdfast.membership import Hub, open_store
 from holdfast.state import transfer as welcome
-from holdfast.state.catch_up import tensors_of
-from holdfast.state.difference import receive_difference, send_difference
 from holdfast.state.transfer import receive_state, send_state
 
 LIMIT_S = 60
@@ -188,66 +184,3 @@ def test_a_state_that_has_not_arrived_in_host_memory_is_not_sent():
         got = meet({0: lambda comm: send_state(comm, (1,), given, {}), 1: lambda comm: receive_state(comm, (1,))[0]})
 
     assert isinstance(got[1], CheckpointError) or not torch.equal(got[1]["model"]["weight"], given["model"]["weight"])
-
-
-# -- to newcomers that have some of it
-
-
-@pytest.mark.parametrize("givers", [(0,), (0, 3)])
-@pytest.mark.parametrize("differ", [0, 1, 2])
-def test_only_pieces_that_differ_are_sent(monkeypatch, givers, differ):
-    monkeypatch.setattr(welcome, "PIECE_BYTES", 1 << 16)
-    known = copy.deepcopy(state())
-    for number in range(differ):
-        as_bytes(known["model"]["weight"])[number * 500_000] ^= 1
-    newcomers = (1, 2)  # the second one has nothing
-    parts = {rank: (lambda comm: send_difference(comm, newcomers, state(), {"step": 4})) for rank in givers}
-    parts |= {1: lambda comm: receive_difference(comm, newcomers, tensors_of(known))}
-    parts |= {2: lambda comm: receive_difference(comm, newcomers, {})}
-
-    came = meet(dict(sorted(parts.items())))
-
-    whole = sum(tensor.nbytes for tensor in tensors_of(state()).values())
-    for rank in newcomers:
-        got, info, _ = came[rank]
-        check_equal(got, state())
-        assert info == {"step": 4}
-    assert came[1][2] == differ << 16
-    assert came[2][2] <= whole  # new memory may happen to have the right bytes
-    assert came[1][0]["model"]["weight"].data_ptr() == known["model"]["weight"].data_ptr()
-
-
-def test_a_tensor_of_another_kind_is_sent_whole():
-    known = {"a": torch.ones(5, dtype=torch.float64), "b": torch.ones(2, 3), "gone": torch.ones(1)}
-    given = {"a": torch.full((5,), 2.0), "b": torch.ones(3, 2), "new": torch.ones(7)}
-    came = meet(
-        {
-            0: lambda comm: send_difference(comm, (1,), given, {}),
-            1: lambda comm: receive_difference(comm, (1,), known),
-        }
-    )
-
-    check_equal(came[1][0], given)
-
-
-def test_a_piece_that_is_damaged_on_its_way_is_found():
-    class Damaging:
-        """A communicator over which large messages arrive with a wrong bit."""
-
-        def __init__(self, comm):
-            self._comm = comm
-
-        def __getattr__(self, name):
-            return getattr(self._comm, name)
-
-        def sendrecv(self, send, receive):
-            self._comm.sendrecv(send, receive)
-            for _, data in receive:
-                if len(data) > 1000:
-                    data[17] ^= 8
-
-    take = lambda comm: receive_difference(Damaging(comm), (1,), {})  # noqa: E731
-    came = meet({0: lambda comm: send_difference(comm, (1,), state(), {}), 1: take})
-
-    assert isinstance(came[1], CheckpointError)
-    assert "worker 0 is damaged" in str(came[1])

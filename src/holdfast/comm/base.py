@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from holdfast.errors import InternalError
-from holdfast.membership import StateRequests
 from holdfast.recovery.messages import Progress
 
 BROADCAST_BYTES = 16 << 20
@@ -188,8 +187,8 @@ class Communicator(Collectives, Protocol):
         """Return the members that this process knows to have failed."""
 
     @property
-    def state_requests(self) -> StateRequests | None:
-        """Requests of newcomers for a state ahead of their admission; None if no worker can join."""
+    def can_grow(self) -> bool:
+        """Whether workers may join later."""
 
 
 class Round(NamedTuple):
@@ -273,7 +272,7 @@ class FixedMembership:
 
     has_lost_store = False
     has_atomic_shrink = False
-    state_requests = None
+    can_grow = False
 
     def join(self, loop: int) -> bool:
         """Raise ``InternalError``: all workers are members from the start."""

@@ -47,7 +47,7 @@ from holdfast.comm.small_reduce import maximum_over
 from holdfast.comm.storeless_agreement import Messages, StorelessAgreement
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, StoreLost
-from holdfast.membership import Roster, StateRequests, Store
+from holdfast.membership import Roster, Store
 from holdfast.recovery.messages import Note, Progress
 
 _GROUP_S = Phase.GROUP.value.fixed_s
@@ -76,7 +76,6 @@ class C10dCommunicator(SingleRankCommunicator):
     ) -> None:
         self._store = store
         self._roster = Roster(store, rank, first_members)
-        self._state_requests = StateRequests(store, rank)
         self._be(rank)
         self._timeout_s = timeout_s
         self._links: Links | None = None
@@ -310,6 +309,7 @@ class C10dCommunicator(SingleRankCommunicator):
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
     has_atomic_shrink = True  # the store decides it
+    can_grow = True
 
     @property
     def has_lost_store(self) -> bool:
@@ -326,11 +326,6 @@ class C10dCommunicator(SingleRankCommunicator):
     def failed(self) -> tuple[int, ...]:
         """Return the members that are known to have failed."""
         return self._roster.dead()
-
-    @property
-    def state_requests(self) -> StateRequests:
-        """Requests of newcomers for a state; see :attr:`Communicator.state_requests`."""
-        return self._state_requests
 
     # -- groups
 

@@ -106,7 +106,7 @@ class StrategyActions:
     def _send_state(self, step: int, newcomers: tuple[int, ...]) -> None:
         self._loop.points.reach("rejoin", step)
         self._loop.recovery.expect(newcomers)
-        self._loop.recovery.note_caught_up(self._loop.restorer.transfer_state(newcomers))
+        self._loop.restorer.transfer_state(newcomers)
 
     def _rehome(self, *, restores: bool) -> None:
         self._loop.points.reach("rehome")

@@ -30,7 +30,6 @@ class RecoveryContext:
     before: tuple[int, ...]  # the members before it
     decision: str = "continue"  # named as in holdfast.records.types.Recovered
     redone_steps: int = 0  # steps that are recomputed
-    caught_up: tuple[int, ...] = ()  # newcomers that had followed the training before
     held_since_s: float = 0.0  # job's clock when a planned regrouping interrupted training; 0 after a failure
     orders: dict[str, int] = field(default_factory=dict)  # how often each action was carried out, by name
     times_s: dict[str, float] = field(default_factory=dict)  # total time of each action, by name

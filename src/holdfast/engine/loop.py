@@ -62,8 +62,6 @@ from holdfast.recovery.messages import (
 )
 from holdfast.recovery.protocol import ProtocolState
 from holdfast.session.step import Step
-from holdfast.state.admission import Admission
-from holdfast.state.catch_up import EarlyTransfer
 from holdfast.state.loop_end import check_saved
 from holdfast.state.restorer import StateRestorer
 from holdfast.state.store_loss import launcher_died, turn
@@ -88,7 +86,6 @@ class TrainingLoop:
         source: Where inputs come from.
         is_newcomer: This worker joined a job that was already running.
         pauses: Yield each :class:`Pause`, too.
-        catch_up: How a newcomer has caught up; None if it did not try.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class TrainingLoop:
         *,
         is_newcomer: bool = False,
         pauses: bool = False,
-        catch_up: EarlyTransfer | None = None,
     ) -> None:
         self._job = job
         self._pauses = pauses
@@ -117,10 +113,7 @@ class TrainingLoop:
         self._sum = self._get_sum()
         self._position = DataPosition(plan, job.live.slicing, source)
         self._live_config = LiveConfig(job, trainable, self._position, self._protocol.set_strategy)
-        self._admission = Admission(job, trainable, catch_up, pauses=pauses)
-        self._restorer = StateRestorer(
-            job, trainable, self._position, self._log, self._live_config, self._guard, self._admission
-        )
+        self._restorer = StateRestorer(job, trainable, self._position, self._log, self._live_config, self._guard)
         self._executor = StepExecutor(job, trainable, self._position, self._log, self._points, self._sum, source)
         self._certificate = begin_certificate(job, trainable.figures, self._fingerprint)
         self._status = LoopStatus(announced=job.rebuilds.current is not None)
@@ -152,7 +145,7 @@ class TrainingLoop:
                 device=device_of(trainable.device),
                 shared_bytes=job.settings.shared_bytes,
                 between_hosts=job.settings.between_hosts,
-                may_grow=job.comm.state_requests is not None,
+                may_grow=job.comm.can_grow,
             )
         return job.loops.sum
 
@@ -164,7 +157,6 @@ class TrainingLoop:
         try:
             yield from self._drive()
         finally:
-            self._admission.hang_up()
             self._executor.close()
             self._position.close()
 
@@ -317,7 +309,6 @@ class TrainingLoop:
         """Return the next attempt, None if there is no next step."""
         batch = self._next_batch(step)
         if batch is not None:
-            self._admission.before_step()
             attempt = self._executor.begin(batch)
             self._fingerprint.take(step)
             if self._certificate is not None:
@@ -388,7 +379,6 @@ class TrainingLoop:
         lost = trainable.missing_slices(batch)
         workers = trainable.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
-        self._admission.before_update(batch)
         job.committed.metrics = trainable.apply(batch, self._executor.names)
         for note in trainable.take_notes():
             if job.is_lead or trainable.summed is None:

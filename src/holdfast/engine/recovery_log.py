@@ -41,11 +41,6 @@ class RecoveryLog:
             self.now = RecoveryContext(tuple(rank for rank in self._job.comm.members if rank not in newcomers))
         self.now.decision = "grow"
 
-    def note_caught_up(self, newcomers: tuple[int, ...]) -> None:
-        """Note the newcomers that had followed the training before they were admitted."""
-        if self.now is not None:
-            self.now.caught_up = newcomers
-
     def see_corruption(self, *, redone_steps: int) -> None:
         """Note that the guard found corruption: all workers regroup and recompute ``redone_steps`` steps, if known."""
         if self.now is None:

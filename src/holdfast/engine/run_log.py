@@ -199,7 +199,6 @@ class RunLog:
                     redone_steps=recovery.redone_steps,
                     generation=job.comm.generation,
                     joined=joined,
-                    caught_up=recovery.caught_up,
                     held_s=held_s,
                     orders=dict(recovery.orders),
                     times_s=dict(recovery.times_s),

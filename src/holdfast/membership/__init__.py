@@ -14,10 +14,9 @@ from holdfast.membership.client import HubStore
 from holdfast.membership.etcd import EtcdStore
 from holdfast.membership.hub import Hub
 from holdfast.membership.roster import Agreement, Roster
-from holdfast.membership.state_requests import StateRequests
 from holdfast.membership.store import LEASE_S, Store
 
-__all__ = ["Agreement", "Hub", "HubStore", "Roster", "RosterVote", "StateRequests", "Store", "open_store"]
+__all__ = ["Agreement", "Hub", "HubStore", "Roster", "RosterVote", "Store", "open_store"]
 
 
 _RETRY_S = 0.1

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import optim
 
 from holdfast.base.torch_private import has_step_hooks
-from holdfast.checkpoint.format import flatten, unflatten
 
 UPDATING_EACH_ALONE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 """Classes known to update a parameter from its gradient and its own state only."""
@@ -35,21 +31,6 @@ def may_write_gradients(optimizer: optim.Optimizer) -> bool:
 def updates_each_alone(optimizer: optim.Optimizer) -> bool:
     """Return whether steps with the gradients of a few parameters at a time give the bits of one step with all."""
     return type(optimizer) in UPDATING_EACH_ALONE and not _is_extended(optimizer)
-
-
-def options_of(optimizer: optim.Optimizer) -> Any:
-    """Return the options of all parameter groups that are not tensors, as plain JSON, such as the learning rate."""
-    options = [
-        {name: value for name, value in group.items() if name != "params" and not isinstance(value, torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
-    return flatten(options)[1]
-
-
-def set_options(optimizer: optim.Optimizer, options: Any) -> None:
-    """Set what :func:`options_of` returned."""
-    for group, values in zip(optimizer.param_groups, unflatten({}, options), strict=True):
-        group.update(values)
 
 
 def _is_extended(optimizer: optim.Optimizer) -> bool:

@@ -184,23 +184,6 @@ class ModelPart:
         self._update_average()
         return metrics
 
-    def repeat_step(self, results: Sequence[torch.Tensor], slices: Sequence[Sequence[int]], samples: int) -> None:
-        """Update buffers, weights and their average as in a step of another worker, whose schedulers decided its options.
-
-        Args:
-            results: Its all-reduce result of each bucket.
-            slices: The slices included in each of them.
-            samples: Number of samples in the last of them.
-        """
-        self.begin()
-        self.gradients.samples = samples
-        for result, numbers in zip(results, slices, strict=True):
-            self.gradients.add_sum(result, numbers)
-        self.gradients.set_buffers()
-        ModelPart._update(self)  # not early, as a replica may in steps of its own
-        self._drop_step()
-        self._update_average()
-
     def show_gradients(self, batch: MiniBatch) -> None:
         """Set every parameter's ``.grad`` to a copy of its mean gradient, which the script may modify."""
         self.gradients.count_samples(batch)

@@ -46,7 +46,6 @@ from holdfast.session.script_end import (
 )
 from holdfast.session.script_epochs import begin_loop, epochs_left, loading_loop
 from holdfast.session.step import Step
-from holdfast.state.catch_up import catch_up_first, join_training
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
 
 _sessions: list[Session] = []
@@ -301,8 +300,7 @@ class Session(OwnedLoops):
             self._say_once(job, line)
         if is_newcomer:
             compare_with_others(job)
-        catch_up = catch_up_first(job, self._trainable, pauses=pauses) if is_newcomer else None
-        if is_newcomer and not join_training(job, catch_up):
+        if is_newcomer and not job.comm.join(job.loop):
             job.loops.has_missed = True
             job.loops.end(plan.epochs)
             return
@@ -310,9 +308,7 @@ class Session(OwnedLoops):
         self._declared.clear()
         _sessions.append(self)
         job.loops.first_step = job.step
-        run = loop.run = TrainingLoop(
-            job, self._trainable, plan, loop.source, is_newcomer=is_newcomer, pauses=pauses, catch_up=catch_up
-        )
+        run = loop.run = TrainingLoop(job, self._trainable, plan, loop.source, is_newcomer=is_newcomer, pauses=pauses)
         after = functools.partial(_on_sigterm_outside, job) if job.loops.may_save_outside else None
         with notice.answered(lambda: on_sigterm(job), after):
             note_stop(job)

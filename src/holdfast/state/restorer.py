@@ -28,7 +28,6 @@ from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
 from holdfast.records.types import Finished
 from holdfast.recovery.registry import strategy_class
-from holdfast.state.admission import Admission
 from holdfast.state.hash_seed import compare_hashes_with_checkpoint, hashes
 from holdfast.state.loop_end import is_saved, keepers, lone_attempt
 from holdfast.state.order_choice import choose_order, order_of_checkpoint
@@ -50,10 +49,8 @@ class StateRestorer:
         log: RunLog,
         live_config: LiveConfig,
         guard: SdcGuard,
-        admission: Admission,
     ) -> None:
         self._job = job
-        self._admission = admission
         self._trainable = trainable
         self._position = position
         self._log = log
@@ -77,7 +74,6 @@ class StateRestorer:
             ConfigError: if the workers' platforms differ and that is not allowed, or their samplers or streams do.
             ScriptError: if their datasets have different samples.
         """
-        self._admission.hang_up()
         compare_platforms(self._job)
         self._read_samples()
         self._set_order(choose_order(self._job))
@@ -353,12 +349,12 @@ class StateRestorer:
             **({} if (epoch := job.loops.script_epoch) is None else {"script_epoch": dataclasses.asdict(epoch)}),
         }
 
-    def transfer_state(self, newcomers: tuple[int, ...]) -> tuple[int, ...]:
-        """Send the state to newcomers, or, as a newcomer, receive and keep it; return those that had caught up."""
+    def transfer_state(self, newcomers: tuple[int, ...]) -> None:
+        """Send the state to newcomers, or, as a newcomer, receive and keep it."""
         job = self._job
         if job.comm.local_ranks[0] in newcomers:
-            self._received_state, caught_up = self._admission.receive(newcomers)
-            return caught_up
+            self._received_state = receive_state(job.comm, newcomers)
+            return
         first = self._initial
         state = {"now": self._state(self._trainable.shared_state()), "first": None if first is None else first.state}
         info = {"now": self._info(), "first": None if first is None else first.info}
@@ -368,7 +364,7 @@ class StateRestorer:
             "checkpoints": job.checkpoints.state(),
             "placement": self._trainable.placement(),
         }
-        return self._admission.send(newcomers, state, info | more)
+        send_state(job.comm, newcomers, state, info | more)
 
     def install(self) -> None:
         """Adopt the state that this worker received, if any."""
@@ -381,8 +377,6 @@ class StateRestorer:
         self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True, joins=True)
         self._job.checkpoints.adopt(info["checkpoints"])
         self._trainable.adopt_placement(info["placement"])
-        if (record := self._admission.take_record()) is not None:
-            self._log.write(record)
 
     def _find(self, *, trained: bool) -> int:
         """Return the newest step that this loop can resume from, -1 for none."""

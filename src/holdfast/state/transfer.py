@@ -24,7 +24,7 @@ PIECE_BYTES = 8 << 20
 """Maximum size of a piece in bytes; the senders take turns piece by piece."""
 _SMALL_BYTES = 64 << 10
 """Tensors below this size are packed together, because a message costs more than copying them."""
-DIGEST_BYTES = 8
+_DIGEST_BYTES = 8
 
 
 def send_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: dict[str, Any]) -> None:
@@ -33,8 +33,8 @@ def send_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
     The state must be one that can be saved in a checkpoint. ``info`` is plain JSON; that of the lowest sender is sent.
     """
     header, packed = pack_state(state)
-    broadcast_header(comm, newcomers, json.dumps(header | {"info": info}).encode())
-    givers = givers_of(comm, newcomers)
+    _broadcast_header(comm, newcomers, json.dumps(header | {"info": info}).encode())
+    givers = _givers_of(comm, newcomers)
     pieces = packed.share(givers.index(comm.local_ranks[0]), len(givers))
     comm.sendrecv([(comm.processes.index((rank,)), piece) for piece in _sealed(pieces) for rank in newcomers], [])
 
@@ -45,9 +45,9 @@ def receive_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, di
     Raises:
         CheckpointError: if the received bytes do not match their digests.
     """
-    header = json.loads(broadcast_header(comm, newcomers, b""))
+    header = json.loads(_broadcast_header(comm, newcomers, b""))
     tensors, packed = room_for(header)
-    givers = givers_of(comm, newcomers)
+    givers = _givers_of(comm, newcomers)
     shares = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
     coming = {giver: _room_for_sealed(pieces) for giver, pieces in shares.items()}  # from all senders in parallel
     comm.sendrecv([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
@@ -221,33 +221,33 @@ def broadcast(mailbox: Mailbox, comm: Communicator, teller: int, say: Callable[[
 
 def _sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the pieces, followed by their digests."""
-    return [*pieces, digests_of(pieces)]
+    return [*pieces, _digests_of(pieces)]
 
 
 def _room_for_sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [*pieces, torch.empty(len(pieces) * DIGEST_BYTES, dtype=torch.uint8)]
+    return [*pieces, torch.empty(len(pieces) * _DIGEST_BYTES, dtype=torch.uint8)]
 
 
 def _check_sealed(sent: Sequence[torch.Tensor], what: str) -> None:
     *pieces, digests = sent
-    if not torch.equal(digests_of(pieces), digests):
+    if not torch.equal(_digests_of(pieces), digests):
         raise CheckpointError(f"{what} is damaged: its digests do not match")
 
 
-def digests_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _digests_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the digests of the pieces, one after the other."""
     row = b"".join(xxhash.xxh3_64_digest(tensor_bytes(piece)) for piece in pieces)
     return torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else torch.empty(0, dtype=torch.uint8)
 
 
-def givers_of(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
+def _givers_of(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
     """Return the members that have the state, ascending."""
     return [rank for rank in comm.members if rank not in newcomers]
 
 
-def broadcast_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
+def _broadcast_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
     """Return the header of the lowest sender; raise ``PeerFailed`` if there is none."""
-    shared = broadcast_bytes(comm, header, givers_of(comm, newcomers)[0])
+    shared = broadcast_bytes(comm, header, _givers_of(comm, newcomers)[0])
     if not shared:
         raise PeerFailed("no surviving worker has the state")
     return shared

@@ -28,7 +28,6 @@ from holdfast.records.types.training import (
 )
 from holdfast.records.types.workers import (
     ActionRequested,
-    CaughtUp,
     CollectiveAwaited,
     DeviceLost,
     JobRestarted,
@@ -46,7 +45,6 @@ from holdfast.records.types.workers import (
 __all__ = [
     "STAMPS",
     "ActionRequested",
-    "CaughtUp",
     "CheckpointSaved",
     "CollectiveAwaited",
     "CorruptionFound",

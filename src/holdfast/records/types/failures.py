@@ -66,7 +66,6 @@ class Recovered(Record):
         redone_steps: Steps that are recomputed, including the one in progress.
         generation: Number of communicators so far.
         joined: Ranks alive that were not members before.
-        caught_up: Those of them that had followed the training before, so that only what differed was sent to them.
         held_s: Seconds for which newcomers kept the writer of this record from computing; 0 if none joined.
         orders: How often the writer carried out each action of the protocol in this recovery, by its name, such as
             ``Revoke``, ``Agree``, ``Shrink``, ``MoveParts``.
@@ -79,7 +78,6 @@ class Recovered(Record):
     redone_steps: int
     generation: int
     joined: tuple[int, ...] = ()
-    caught_up: tuple[int, ...] = ()
     held_s: float = 0.0
     orders: Mapping[str, int] = field(default_factory=dict)
     times_s: Mapping[str, float] = field(default_factory=dict)

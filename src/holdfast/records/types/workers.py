@@ -14,29 +14,6 @@ class Left(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaughtUp(Record):
-    """``rank``, a newcomer that received the state while the others trained, is admitted before ``step``.
-
-    Args:
-        giver: Rank that sent the state, -1 if none was asked.
-        first_step: The state was that before this step; -1 if it did not arrive.
-        steps: Steps that the newcomer repeated from their reduced gradients.
-        received_bytes: Bytes of state and gradients that it received while the others trained.
-        sent_bytes: Bytes of the state that differed when it was admitted, which all waited for.
-        seconds: From its request to its admission.
-        why: Why it did not catch up, so that the others waited for the whole state; "" if it did.
-    """
-
-    giver: int
-    first_step: int
-    steps: int
-    received_bytes: int
-    sent_bytes: int
-    seconds: float
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRefused(Record):
     """``rank``, a newcomer, has a different platform and the job promises bit-exactness: it ends and is not replaced.
 
