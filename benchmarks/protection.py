@@ -118,7 +118,7 @@ def work(options: argparse.Namespace) -> None:
 
 def count(variant: str, name: str) -> dict[str, Any]:
     """Return the messages sent in a step: calls, and bytes sent by this worker."""
-    comm = CountingCommunicator(connect("ulfm", 0, ""))
+    comm = CountingCommunicator(connect("ulfm"))
     steps = train(variant, name, comm, shared_bytes=0)
     for _ in range(WARM_UP_STEPS):
         next(steps)

@@ -71,7 +71,7 @@ class Worker:
         from holdfast.comm import connect
 
         torch.set_num_threads(1)
-        self.comm = connect("ulfm", 0, "")
+        self.comm = connect("ulfm")
         from mpi4py import MPI  # after the fabric, which configures MPI
 
         self.mpi = MPI

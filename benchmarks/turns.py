@@ -88,7 +88,7 @@ def _run_job(options: argparse.Namespace, model: str, workers: int, words: Seque
 def connect_each(variants: Sequence[str]) -> dict[str, Communicator]:
     """Return a communicator for each variant."""
     torch.set_num_threads(1)
-    return {variant: connect("ulfm", 0, "") for variant in variants}
+    return {variant: connect("ulfm") for variant in variants}
 
 
 def train(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:

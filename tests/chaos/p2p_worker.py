@@ -12,6 +12,7 @@ from holdfast.comm import Mailbox, OrderedAllReduce, Subgroup, connect
 from holdfast.comm.allreduce.shm import SharedMemoryReduce
 from holdfast.comm.shm_p2p import ShmOutbox
 from holdfast.config import Settings
+from holdfast.engine.endpoint import endpoint_of
 from holdfast.errors import PeerFailed
 
 WITHIN_S = 60.0
@@ -181,11 +182,7 @@ def stopped():
     appear("seen")
 
 
-if sys.argv[1] == "ulfm":
-    comm = connect("ulfm", 0, "")
-else:
-    had = Settings.from_env()
-    comm = connect("gloo", had.workers, had.ranks, rank=had.rank, store=had.store, token=had.token)
+comm = connect("ulfm") if sys.argv[1] == "ulfm" else connect("gloo", endpoint_of(Settings.from_env()))
 folder = Path(sys.argv[3])
 {"killed": killed, "outside": outside, "stopped": stopped}[sys.argv[2]]()
 comm.agree(True)

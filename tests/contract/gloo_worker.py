@@ -9,6 +9,7 @@ import torch
 
 from holdfast.comm import connect, groups, links
 from holdfast.config import Settings
+from holdfast.engine.endpoint import endpoint_of
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
 
@@ -127,7 +128,7 @@ def stranded():
 
 
 settings = Settings.from_env()
-comm = connect("gloo", settings.workers, settings.ranks, rank=settings.rank, store=settings.store, token=settings.token)
+comm = connect("gloo", endpoint_of(settings))
 {"contract": contract, "building": building, "rebuilding": rebuilding, "stranded": stranded}[sys.argv[1]]()
 sys.stdout.write(f"passed {comm.local_ranks[0]} of {comm.members}\n")  # at once: others write to the same pipe
 sys.stdout.flush()

@@ -88,7 +88,7 @@ def sum_all(arguments):
 
 
 kept = []
-comm = connect("ulfm", 0, "")
+comm = connect("ulfm")
 if sys.argv[1] == "waits":
     waits()
 sum_all(globals()[sys.argv[1]](*sys.argv[2:]))

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.comm import VirtualCommunicator, connect, launchers
+from holdfast.comm.fabrics.base import Endpoint
 from holdfast.comm.launchers import (
     LaunchedGroup,
     chosen,
@@ -223,7 +224,7 @@ def test_a_session_that_would_train_alone_is_refused_and_leaves_no_folder(tmp_pa
 
 @pytest.mark.usefixtures("under_torchrun")
 def test_virtual_workers_that_are_asked_for_by_name_are_meant():
-    assert isinstance(connect("virtual", 2, ""), VirtualCommunicator)
+    assert isinstance(connect("virtual", Endpoint(workers=2)), VirtualCommunicator)
 
 
 @pytest.mark.parametrize(

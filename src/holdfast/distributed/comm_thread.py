@@ -44,9 +44,10 @@ from holdfast.distributed.seating import SeatRow
 from holdfast.distributed.tasks import Collective, P2PTransfer, ranks_lost
 from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
 from holdfast.engine import exits
+from holdfast.engine.endpoint import endpoint_of
 from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
-from holdfast.records.beacon import end_notes, publish_connecting
+from holdfast.records.beacon import publish_connecting
 
 _LOOK_EVERY_S = 0.05
 """Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""
@@ -111,16 +112,7 @@ class CommThread:
                 "wire bf16 is for sessions, and not for the torch.distributed backend, whose scripts choose the type of"
                 " each collective: leave it at fp32"
             )
-        base = connect_messages(
-            settings.fabric,
-            settings.workers,
-            settings.ranks,
-            rank=settings.rank,
-            store=settings.store,
-            token=settings.token,
-            end_notes=end_notes(settings.run_dir),
-            run_dir=settings.run_dir,
-        )
+        base = connect_messages(settings.fabric, endpoint_of(settings))
         first = tuple(map(int, settings.ranks.split(","))) if settings.ranks else base.members
         self.world = SeatedCommunicator(base, first[: len(first) - settings.spares])
         self.recorder = GroupRecorder(settings, base.local_ranks[0], first[: len(first) - settings.spares])

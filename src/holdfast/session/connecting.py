@@ -17,10 +17,11 @@ from holdfast.comm.waiting import waiting
 from holdfast.config import Settings
 from holdfast.engine import exits
 from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
+from holdfast.engine.endpoint import endpoint_of
 from holdfast.engine.injection import make_faults, reach_point
 from holdfast.errors import ConfigError
 from holdfast.faults import points
-from holdfast.records.beacon import NoBeacon, connected_beacon, end_notes, publish_connecting
+from holdfast.records.beacon import NoBeacon, connected_beacon, publish_connecting
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
@@ -72,16 +73,7 @@ def connect_job(settings: Settings, given_comm: Communicator | None, at_exit: Ca
         settings, joined = join_launched(settings)
     publish_connecting()
     with exits.stacks_and_exit_after(_mpi_limit_s(settings)):
-        comm = given_comm or connect(
-            settings.fabric,
-            settings.workers + settings.spares,
-            settings.ranks,
-            rank=settings.rank,
-            store=settings.store,
-            token=settings.token,
-            end_notes=end_notes(settings.run_dir),
-            run_dir=settings.run_dir,
-        )
+        comm = given_comm or connect(settings.fabric, endpoint_of(settings))
     job = _make_job(settings, comm)
     if joined is not None:
         job.log.subscribe(LaunchReport(joined))

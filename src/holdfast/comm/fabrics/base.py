@@ -28,10 +28,10 @@ class Endpoint:
     """The arguments with which a worker process connects.
 
     Args:
-        workers: Number of workers that the job starts with.
+        workers: Number of workers that the job starts with, where the launcher does not set it.
         ranks: Their ranks, ascending; None: 0, 1, 2, ...
-        rank: This worker's rank, if the launcher sets it; -1 if not.
-        store: URL of the membership store; "" if there is none.
+        rank: This worker's rank, if the launcher sets it, as ``gloo`` requires; -1 if not.
+        store: URL of the membership store, which ``gloo`` requires; "" if there is none.
         token: Access token of the store.
         end_notes: Says whether and where workers of this host end. A fabric may use it to detect failures earlier. None:
             nothing is known.
@@ -39,7 +39,7 @@ class Endpoint:
             groups of workers that have lost contact one continues.
     """
 
-    workers: int
+    workers: int = 0
     ranks: Sequence[int] | None = None
     rank: int = -1
     store: str = ""
