@@ -5,6 +5,7 @@ its error, and the rank continues with the next one if it can.
 """
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -317,8 +318,8 @@ def without_recovery(script):
 
     submit = holdfast.distributed.group.HoldfastGroup._submit
 
-    def submit_once(group, *args, **kwargs):
-        return submit(group, *args, **(kwargs | {"fate": Fate()}))
+    def submit_once(group, call):
+        return submit(group, dataclasses.replace(call, fate=Fate()))
 
     holdfast.distributed.group.HoldfastGroup._submit = submit_once
     dist.destroy_process_group()

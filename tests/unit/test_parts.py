@@ -343,12 +343,13 @@ def test_a_sum_of_the_gradients_of_activations_is_of_parts(replicas):
 def test_a_gather_does_not_keep_the_frames_of_its_caller(monkeypatch):
     """Their locals are activations, and the communication thread may be idle for long with its last gather."""
     kept = []
-    monkeypatch.setattr(MoveCollectives, "_submit", lambda self, *args, **kwargs: kept.extend(args[3:]) or kept)
+    monkeypatch.setattr(MoveCollectives, "_submit", lambda self, call: kept.append(call) or kept)
     group = MoveCollectives.__new__(MoveCollectives)
     group._members, group._policy = SimpleNamespace(ranks=(0, 1)), "fill"
     monkeypatch.setattr(MoveCollectives, "_fate", lambda self, *args, **kwargs: CONTINUES)
     group._gather([METRIC.clone(), METRIC.clone()], METRIC, "all_gather", [])
 
-    cells = [cell.cell_contents for call in kept if callable(call) for cell in call.__closure__ or ()]
+    (call,) = kept
+    cells = [cell.cell_contents for act in (call.exchange, call.finish) for cell in act.__closure__ or ()]
     assert cells
     assert not any(isinstance(cell, CallSite) for cell in cells)

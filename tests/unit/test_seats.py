@@ -21,6 +21,7 @@ from holdfast.distributed.joining import Joining
 from holdfast.distributed.long_waits import LongWaits
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.seating import NEVER, SeatRow, decide
+from holdfast.distributed.tasks import CollectiveCall
 from holdfast.errors import ConfigError, ScriptError
 
 # -- the decision of a regrouping
@@ -468,4 +469,4 @@ def test_a_group_that_was_destroyed_refuses_what_the_others_would_wait_for():
 
     assert dropped == ["its members"]
     with pytest.raises(ScriptError, match="all-reduce: its process group was destroyed by destroy_process_group"):
-        group._submit("all-reduce", [], lambda: None, lambda: None)
+        group._submit(CollectiveCall("all-reduce", [], lambda: None))

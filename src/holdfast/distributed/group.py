@@ -17,7 +17,7 @@ from holdfast.base import notice
 from holdfast.base.torch_private import check_version, is_profiling
 from holdfast.distributed.comm_thread import get_engine
 from holdfast.distributed.debug_mode import debug_wanted
-from holdfast.distributed.group_base import Tensors, nothing
+from holdfast.distributed.group_base import Tensors
 from holdfast.distributed.members import WORLD
 from holdfast.distributed.monitored import wait_for_all
 from holdfast.distributed.moves import MoveCollectives
@@ -25,7 +25,7 @@ from holdfast.distributed.reductions import ReduceCollectives
 from holdfast.distributed.solo import BEFORE_REGISTER, SoloCollectives
 from holdfast.distributed.staged import StagedCollectives
 from holdfast.distributed.staging import current_staging
-from holdfast.distributed.tasks import P2PTransfer
+from holdfast.distributed.tasks import P2PTransfer, nothing
 from holdfast.distributed.tensors import bytes_of, one, overwrite
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -19,7 +20,7 @@ from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import Fate, seen
 from holdfast.distributed.staging import current_staging
-from holdfast.distributed.tasks import Collective
+from holdfast.distributed.tasks import Collective, CollectiveCall
 from holdfast.distributed.tensors import check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost, ScriptError
@@ -112,39 +113,26 @@ class GroupBase(ProcessGroup):
 
     # -- common parts
 
-    def _submit(
-        self,
-        what: str,
-        result: list[torch.Tensor],
-        exchange: Callable[[], None],
-        finish: Callable[[], None],
-        *,
-        deliver: Callable[[], None] | None = None,
-        like: torch.Tensor | None = None,
-        inputs: Tensors = (),
-        root: int | None = None,
-        fate: Fate = Fate(),  # noqa: B008 - frozen
-        counts: bool = True,
-        is_dense: bool = True,
-    ) -> Work:
+    def _submit(self, call: CollectiveCall) -> Work:
+        what, root = call.what, call.root
         if self._is_released:  # DDP holds on to its group; the other ranks would wait for this one without end
             raise ScriptError(f"{what}: its process group was destroyed by destroy_process_group; call that at the end")
-        if is_dense:
-            for tensor in result:
-                check_device(tensor, what)
+        for tensor in call.result:
+            check_device(tensor, what, call.layout)
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
         staging = current_staging()
         if staging is not None:
-            exchange, finish = staging.after_copies(exchange), staging.before_copies(finish, result)
-            result = staging.originals(result)
-        work = PendingWork(result, what, self._timeout_s, self._engine.give_up, deliver, staging)
+            call = dataclasses.replace(
+                call,
+                result=staging.originals(call.result),
+                exchange=staging.after_copies(call.exchange),
+                finish=staging.before_copies(call.finish, call.result),
+            )
+        work = PendingWork(call.result, what, self._timeout_s, self._engine.give_up, call.deliver, staging)
         if self._is_profiled and is_profiling():
-            work.profile(inputs or ([like] if like is not None else result))
-        signature = what
-        if like is not None:
-            signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
-        job = Collective(self._members, what, exchange, finish, fate, work, signature if counts else "")
+            work.profile(call.profiled)
+        job = Collective(self._members, what, call.exchange, call.finish, call.fate, work, call.signature)
         job.root = -1 if root is None else self._members.ranks[root]
         self._pending = work
         return self._engine.submit(job)
@@ -161,7 +149,7 @@ class GroupBase(ProcessGroup):
         finally:
             self._is_profiled = True
         fate = Fate(recovers=True)  # the error, if any, is that of one of them
-        return self._submit(what, result, _wait_for(works), nothing, inputs=inputs, fate=fate, counts=False)
+        return self._submit(CollectiveCall(what, result, _wait_for(works), fate=fate, inputs=inputs, is_batch=True))
 
     def _exchange_rows(self, send: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Send row ``i`` to the ``i``-th surviving rank, and store the received rows in ``rows``.
@@ -254,10 +242,6 @@ class GroupBase(ProcessGroup):
                 members.dead,
                 members.alive,
             )
-
-
-def nothing() -> None:
-    """The ``finish`` of a collective that needs none."""
 
 
 def _wait_for(works: Sequence[Work]) -> Callable[[], None]:

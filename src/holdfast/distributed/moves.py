@@ -14,10 +14,11 @@ from torch.distributed import Work
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.comm.allreduce.shm import ALIGN
 from holdfast.distributed.comm_thread import CommThread
-from holdfast.distributed.group_base import GroupBase, Tensors, nothing
+from holdfast.distributed.group_base import GroupBase, Tensors
 from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import EXCHANGED, Fate, seen
 from holdfast.distributed.seats import SeatFiller
+from holdfast.distributed.tasks import CollectiveCall
 from holdfast.distributed.tensors import bytes_of, one, overwrite, plain, split
 
 
@@ -56,7 +57,7 @@ class MoveCollectives(GroupBase):
             if span.length:
                 overwrite(tensor, members.adder.result(span))
 
-        return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, fate=fate)
+        return self._submit(CollectiveCall("broadcast", [tensor], exchange, finish, fate=fate, root=root, like=tensor))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
         """Gather the tensors of all ranks on every rank."""
@@ -125,7 +126,7 @@ class MoveCollectives(GroupBase):
             if filled and members.ranks[self._index] == (min(rows_by_rank) if root is None else members.ranks[root]):
                 self._engine.recorder.filled(what, filled)
 
-        return self._submit(what, result, exchange, finish, like=part, root=root, fate=fate)
+        return self._submit(CollectiveCall(what, result, exchange, finish, fate=fate, root=root, like=part))
 
     def _gather_for_ddp(
         self, outs: Tensors, part: torch.Tensor, what: str, result: list[torch.Tensor], fate: Fate
@@ -137,7 +138,10 @@ class MoveCollectives(GroupBase):
             for out, rank in zip(outs, self._members.ranks, strict=True):
                 overwrite(out, rows_by_rank.get(rank, plain(part)))
 
-        return self._submit(what, result, lambda: self._gather_rows(part, rows_by_rank), finish, like=part, fate=fate)
+        def exchange() -> None:
+            self._gather_rows(part, rows_by_rank)
+
+        return self._submit(CollectiveCall(what, result, exchange, finish, fate=fate, like=part))
 
     def _gather_rows(self, part: torch.Tensor, rows_by_rank: dict[int, torch.Tensor]) -> None:
         members, own_row = self._members, plain(part)
@@ -171,7 +175,7 @@ class MoveCollectives(GroupBase):
         def finish() -> None:
             overwrite(out, rows[source[0]])
 
-        return self._submit("scatter", [out], exchange, finish, like=out, root=root, fate=EXCHANGED)
+        return self._submit(CollectiveCall("scatter", [out], exchange, finish, fate=EXCHANGED, root=root, like=out))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         """Send one tensor to each rank, and receive one from each."""
@@ -215,9 +219,9 @@ class MoveCollectives(GroupBase):
             for out, row in zip(outs, received, strict=True):
                 overwrite(out, row[: out.numel() * out.element_size()])
 
-        return self._submit(what, result, exchange, finish, fate=EXCHANGED)
+        return self._submit(CollectiveCall(what, result, exchange, finish, fate=EXCHANGED))
 
     def barrier(self, opts: Any = None) -> Work:
         """Block until all ranks have called it."""
         fate = seen.fate_of_barrier(self._policy)
-        return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0), fate=fate)
+        return self._submit(CollectiveCall("barrier", [], self._members.comm.barrier, fate=fate, like=torch.empty(0)))

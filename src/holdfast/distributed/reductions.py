@@ -16,11 +16,12 @@ from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor
 from holdfast.comm.allreduce.ordered import SlotSpan
 from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.comm_thread import CommThread
-from holdfast.distributed.group_base import Tensors, nothing
+from holdfast.distributed.group_base import Tensors
 from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import EXCHANGED
 from holdfast.distributed.sparse import SparseCollectives
 from holdfast.distributed.staging import current_staging
+from holdfast.distributed.tasks import CollectiveCall, nothing
 from holdfast.distributed.tensors import (
     ORDER_OF,
     factor_of,
@@ -117,7 +118,7 @@ class ReduceCollectives(SparseCollectives):
             if result[0] is not tensor:
                 overwrite(tensor, result[0])
 
-        work = self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, fate=fate)
+        work = self._submit(CollectiveCall(what, result, exchange, finish, deliver, fate, root, like=tensor))
         if call_site.is_join:
             self._counted = work
         return work
@@ -176,7 +177,7 @@ class ReduceCollectives(SparseCollectives):
             ORDERS[ORDER_OF[kind]]([(n, row[: out.numel()]) for n, row in enumerate(rows)], result)
             overwrite(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
 
-        return self._submit(what, [out], exchange, finish, like=out, fate=EXCHANGED)
+        return self._submit(CollectiveCall(what, [out], exchange, finish, fate=EXCHANGED, like=out))
 
 
 _SUMS = (ReduceOp.SUM, ReduceOp.PREMUL_SUM)

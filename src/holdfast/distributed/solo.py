@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors
 from holdfast.distributed.members import GroupMembers
+from holdfast.distributed.tasks import CollectiveCall
 from holdfast.distributed.tensors import one, overwrite, plain
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import ConfigError
@@ -102,10 +103,10 @@ class SoloCollectives(GroupBase):
         self._pending = work
         return work
 
-    def _submit(self, what: str, *args: Any, **kwargs: Any) -> Work:
+    def _submit(self, call: CollectiveCall) -> Work:
         """Refuse any other collective of a newcomer."""
-        self._check_seated(what)
-        return super()._submit(what, *args, **kwargs)
+        self._check_seated(call.what)
+        return super()._submit(call)
 
     def _transfer(self, tensor: torch.Tensor, what: str, *args: Any, **kwargs: Any) -> Work:
         """Refuse a message of a newcomer."""

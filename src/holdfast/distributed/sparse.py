@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ReduceOp, Work
 
 from holdfast.distributed.group_base import GroupBase
+from holdfast.distributed.tasks import CollectiveCall
 from holdfast.distributed.tensors import check_layout, scaled, type_of
 from holdfast.errors import ScriptError
 
@@ -59,7 +60,8 @@ class SparseCollectives(GroupBase):
                 with torch.no_grad():
                     tensor.copy_(result[0])
 
-        return self._submit(what, result, exchange, finish, deliver=deliver, inputs=[tensor], fate=fate, is_dense=False)
+        call = CollectiveCall(what, result, exchange, finish, deliver, fate, inputs=[tensor], layout=torch.sparse_coo)
+        return self._submit(call)
 
     def _gather_sparse(self, own_term: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the tensor of each surviving rank; ``ScriptError`` on all ranks if their shapes or dtypes differ."""

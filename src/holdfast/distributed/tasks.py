@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from holdfast.comm.base import Message
 from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import Fate
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost
+
+
+def nothing() -> None:
+    """The ``finish`` of a collective that needs none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """What a rank wants of a collective.
+
+    Args:
+        what: Its name, for messages.
+        result: The tensors that it writes.
+        exchange: Everything that communicates, including a last barrier.
+        finish: Copies the result to its destination; local.
+        deliver: Copies it there in ``wait`` instead, where a reader of the future uses it in place.
+        fate: What becomes of it after a failure.
+        root: Rank in the group whose tensor it needs, or that needs its result.
+        like: A tensor whose dtype and shape are the same on all ranks.
+        inputs: Tensors that a profiler is told of; without any it is told of ``like``, or of the result.
+        layout: Layout that the tensors of the result must have.
+        is_batch: It only waits for collectives before it, which are compared with those of the other ranks themselves.
+    """
+
+    what: str
+    result: list[torch.Tensor]
+    exchange: Callable[[], None]
+    finish: Callable[[], None] = nothing
+    deliver: Callable[[], None] | None = None
+    fate: Fate = Fate()  # noqa: RUF009 - frozen
+    root: int | None = None
+    like: torch.Tensor | None = None
+    inputs: Sequence[torch.Tensor] = ()
+    layout: torch.layout = torch.strided
+    is_batch: bool = False
+
+    @property
+    def signature(self) -> str:
+        """Description that must be the same on all ranks; "" if they need not compare it."""
+        if self.is_batch:
+            return ""
+        tensor = "" if self.like is None else f" {self.like.dtype} {tuple(self.like.shape)}"
+        return f"{self.what}{tensor}" + ("" if self.like is None or self.root is None else f" root {self.root}")
+
+    @property
+    def profiled(self) -> Sequence[torch.Tensor]:
+        """The tensors that a profiler is told of."""
+        return self.inputs or (self.result if self.like is None else [self.like])
 
 
 @dataclass(slots=True)

@@ -34,10 +34,10 @@ def one(tensors: Sequence[Any], what: str) -> Any:
     return tensors[0]
 
 
-def check_device(tensor: torch.Tensor, what: str) -> None:
-    """Make sure that a tensor is a dense one, on a device that the backend supports."""
+def check_device(tensor: torch.Tensor, what: str, layout: torch.layout = torch.strided) -> None:
+    """Make sure that a tensor is on a device that the backend supports, and has this layout: dense, if none is given."""
     check_supported(tensor.device, what)
-    check_layout(tensor, what, torch.strided)
+    check_layout(tensor, what, layout)
 
 
 def check_layout(tensor: torch.Tensor, what: str, layout: torch.layout) -> None:
