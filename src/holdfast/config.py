@@ -14,11 +14,12 @@ from typing import Any, Self
 
 from holdfast import setting_choices
 from holdfast.base.options import check, choices, losses_of, option, parse, variable
-from holdfast.base.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
+from holdfast.base.orders import LISTED_ORDERS, is_rounded
+from holdfast.base.rules import check_rules
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
 from holdfast.recovery.registry import strategy_class
-from holdfast.setting_checks import check_mirrors, check_timeouts
+from holdfast.setting_checks import RULES
 
 FIRM = "HOLDFAST_FIRM"
 """If this variable is 1, arguments of the session in the script are ignored: the run is a replay."""
@@ -403,35 +404,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.order not in setting_choices.ORDERS:
-            raise ConfigError(
-                f"order must be one of {', '.join((setting_choices.AUTO, *LISTED_ORDERS))} (N: a power of two, at most {UNITS[-1]}), got {self.order!r}"
-            )
         strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
             make_fabric(self.fabric)
-        if self.keep_last < 0 or self.keep_last == 1:
-            raise ConfigError(
-                f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
-            )
-        check_timeouts(self.hang_timeout_s, self.start_timeout_s)
-        check_mirrors(self.mirror_fraction, self.mirror_every, self.strategy)
-        if self.between_hosts == "nccl" and base_of(self.order) != "tree":
-            raise ConfigError(
-                f"between_hosts nccl needs order tree, got {self.order}: only then do hosts exchange sums"
-            )
-        if self.wire == "bf16" and self.order.endswith("-wide"):
-            raise ConfigError(
-                f"wire bf16 rounds float32 gradients, and order {self.order} is for those that have 16 bits: leave one out"
-            )
-        if self.guard_sums and self.guard == "off":
-            raise ConfigError("guard_sums needs guard stop, warn or heal, the response to a wrong checksum, got off")
-        if not self.mtbf_s > 0:
-            raise ConfigError(f"mtbf_s must be positive, got {self.mtbf_s}")
-        if self.checkpoint_every and self.checkpoint_auto:
-            raise ConfigError(
-                "set either checkpoint_every (a fixed interval) or checkpoint_auto (the optimal interval), not both"
-            )
+        check_rules(RULES, self)
 
     @property
     def rounds(self) -> bool:

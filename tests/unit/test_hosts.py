@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch import worker_context
@@ -17,6 +18,7 @@ from holdfast.launch.command_line import resume_command
 from holdfast.launch.control import announce, find
 from holdfast.launch.hostlist import Host, parse_hosts
 from holdfast.launch.job import Job
+from holdfast.launch.job_rules import HOST_RULES
 from holdfast.launch.mpi_hosts import MpiHosts, RemoteAgent, check_hosts, shared_folder
 from holdfast.launch.processes import Process, WatchedWorker
 from holdfast.launch.run_paths import RunPaths
@@ -137,8 +139,12 @@ def test_slurm_says_which_hosts_there_are(tmp_path, monkeypatch):
     ],
 )
 def test_options_that_do_not_go_together_are_refused(make_job, fields, message):
+    def check(job):
+        check_rules(HOST_RULES, job)
+        check_hosts(job)
+
     with pytest.raises(ConfigError, match=message):
-        check_hosts(make_job(**fields))
+        check(make_job(**fields))
 
 
 def test_the_command_that_goes_on_names_the_hosts(make_job):

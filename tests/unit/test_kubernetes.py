@@ -11,8 +11,9 @@ import pytest
 import typer
 from manifests import FOLDER, Invalid, command_of, documents, environment_of, find, validate
 
+from holdfast.base.rules import check_rules
 from holdfast.cli import app
-from holdfast.launch.rendezvous import check_nodes
+from holdfast.launch.job_rules import NODE_RULES
 
 DOCUMENTS = [
     (path.name, number, document)
@@ -111,7 +112,7 @@ def job_of(tmp_path, monkeypatch):
     jobs = []
 
     def keep(job, view):
-        check_nodes(job)
+        check_rules(NODE_RULES, job)
         jobs.append(job)
         raise KeyboardInterrupt  # as before a job begins
 

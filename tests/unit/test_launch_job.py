@@ -14,8 +14,10 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.hostlist import Host
-from holdfast.launch.job import Job, check
+from holdfast.launch.job import Job
+from holdfast.launch.job_rules import HOST_RULES, JOB_RULES, NODE_RULES, check
 from holdfast.observe.loggers.targets import LogTarget
+from holdfast.setting_checks import RULES
 
 
 def job(script="train.py", **fields):
@@ -165,6 +167,20 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, field, value
         check(job(tmp_path / "train.py", **{field: value}))
 
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("rule", [*RULES, *NODE_RULES, *JOB_RULES, *HOST_RULES], ids=lambda rule: " ".join(rule.fields))
+def test_a_rule_is_about_options_that_there_are_and_its_message_can_be_made(rule):
+    given = job()
+
+    assert {*rule.fields} <= {*Job.__dataclass_fields__, *Settings.__dataclass_fields__}
+    assert "{" not in rule.message(given.settings if rule in RULES else given)
+
+
+def test_a_message_about_settings_begins_with_the_one_at_fault_so_that_a_command_can_say_its_option():
+    assert [rule.fields[0] for rule in RULES if rule.message(Settings()).split()[0] != rule.fields[0]] == [
+        "checkpoint_every"  # "set either checkpoint_every ..."
+    ]
 
 
 def test_a_job_that_can_start_passes(tmp_path):

@@ -8,7 +8,8 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import ask_launcher
-from holdfast.launch.job import Job, check_plan
+from holdfast.launch.job import Job
+from holdfast.launch.job_rules import check_plan
 from holdfast.launch.node_faults import check_node_faults
 from holdfast.records.paths import strike_path
 

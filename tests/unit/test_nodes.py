@@ -12,13 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, JobError
 from holdfast.launch import nodes
 from holdfast.launch.job import Job
+from holdfast.launch.job_rules import NODE_RULES
 from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
-from holdfast.launch.rendezvous import check_nodes, hub_places, split_place
+from holdfast.launch.rendezvous import hub_places, split_place
 from holdfast.membership import Hub, open_store
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import Recovered, StepCommitted, WorkerEnded
@@ -569,7 +571,7 @@ def test_options_that_do_not_go_together_are_refused(make_job, given, complaint)
     job = make_job(given.pop("node", 0), **given)
 
     with pytest.raises(ConfigError, match=complaint):
-        check_nodes(job)
+        check_rules(NODE_RULES, job)
 
 
 def test_several_nodes_need_the_gloo_fabric(make_job):
@@ -577,8 +579,8 @@ def test_several_nodes_need_the_gloo_fabric(make_job):
     other = Job(script=job.script, settings=Settings(fabric="ulfm"), nnodes=2, rdzv=job.rdzv)
 
     with pytest.raises(ConfigError, match="--nnodes and --rdzv need --fabric gloo, got ulfm"):
-        check_nodes(other)
-    check_nodes(job)
+        check_rules(NODE_RULES, other)
+    check_rules(NODE_RULES, job)
 
 
 @pytest.mark.parametrize("token", ["right", ""])

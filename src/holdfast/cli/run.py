@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from holdfast.base.options import DeclaredOption, declared, fields_of, losses_of, option, variable
+from holdfast.base.rules import Rule, check_rules
 from holdfast.cli import INTERRUPTED, NO_JOB
 from holdfast.cli.given import GroupedCommand, show_all, takes
 from holdfast.cli.signals import Terminated, sigterm_as_interrupt, uninterrupted
@@ -71,6 +72,32 @@ class RunArguments:
 _LAST_S = 1.0
 """A job that was asked to stop waits so long for a reader of its output that takes nothing."""
 OPTIONS = declared(RunArguments, Settings, Job)
+_RULES = (
+    Rule(
+        ("nnodes",),
+        lambda it: it["nnodes"] > MOST_WORKERS,
+        f"--nnodes must be at most {MOST_WORKERS}, got {{it[nnodes]}}",
+    ),
+    *(
+        Rule(
+            ("mtbf_s",),
+            lambda it, given=given: it[given] is not None and not it[given] > 0,
+            f"--{given.replace('_', '-')} must be more than 0 seconds, got {{it[{given}]:g}}",
+        )
+        for given in ("expected_mtbf", "mtbf")
+    ),
+    Rule(
+        ("max_respawns", "respawn"),
+        lambda it: it["max_respawns"] is not None and not it["respawn"],
+        "--max-respawns {it[max_respawns]} needs --respawn: without it, failed workers are not replaced",
+    ),
+    Rule(
+        ("max_respawns",),
+        lambda it: it["max_respawns"] is not None and it["max_respawns"] > MOST_WORKERS,
+        f"--max-respawns must be at most {MOST_WORKERS}, got {{it[max_respawns]}}",
+    ),
+)
+"""Rules of the command line alone: its options may be left out, and numbers of workers would be counted up before a job is made."""
 _CONVERTED = ("token", "slices", "checkpoint_every")
 """Settings whose value is not that of the option."""
 _OF_TORCHRUN = {"nproc-per-node": "workers", "rdzv-endpoint": "rdzv"}
@@ -175,11 +202,7 @@ def _check(given: dict[str, Any]) -> None:
         if how.least_given is not None and value < how.least_given:
             why = f", because {how.because}" if how.because else ""
             raise ConfigError(f"{each.flag} must be at least {how.least_given}{why}, got {value}")
-    if given["nnodes"] > MOST_WORKERS:
-        raise ConfigError(f"--nnodes must be at most {MOST_WORKERS}, got {given['nnodes']}")
-    for each, value in values:
-        if each.name == "mtbf_s" and not value > 0:
-            raise ConfigError(f"{each.flag} must be more than 0 seconds, got {value:g}")
+    check_rules(_RULES, given)
 
 
 def _job(script: Path, args: list[str], given: dict[str, Any], arguments: RunArguments) -> Job:
@@ -188,7 +211,8 @@ def _job(script: Path, args: list[str], given: dict[str, Any], arguments: RunArg
     from holdfast.launch.schedulers import with_port
     from holdfast.launch.target import find_target
 
-    newcomers = _newcomers(given["max_respawns"], respawn=arguments.respawn)
+    limit = given["max_respawns"]
+    newcomers = (MAX_RESPAWNS if limit is None else limit) if arguments.respawn else 0
     script_args, last_report = _split_off_report(args)
     target = find_target(str(script), script_args, is_module=arguments.module)
     if given["rdzv"] is not None and "://" not in given["rdzv"]:
@@ -207,16 +231,6 @@ def _job(script: Path, args: list[str], given: dict[str, Any], arguments: RunArg
         "log_to": tuple(given["log_to"] or ()),
     }
     return Job(script=target.script, args=target.args, module=target.module, settings=settings, **for_launcher)
-
-
-def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
-    """Return the maximum number of replacement workers; a limit without --respawn is an error."""
-    if max_respawns is not None and not respawn:
-        why = "without it, failed workers are not replaced"
-        raise ConfigError(f"--max-respawns {max_respawns} needs --respawn: {why}")
-    if max_respawns is not None and max_respawns > MOST_WORKERS:
-        raise ConfigError(f"--max-respawns must be at most {MOST_WORKERS}, got {max_respawns}")
-    return (MAX_RESPAWNS if max_respawns is None else max_respawns) if respawn else 0
 
 
 def _settings(given: dict[str, Any]) -> Settings:

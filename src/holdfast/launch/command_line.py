@@ -76,7 +76,7 @@ def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
     ``workers`` are left, including spares; the job may need more.
     """
     if job.hosts:  # all workers end with a lost host, and the remaining hosts have free slots again
-        workers = min(len(job.ranks), sum(host.slots for host in job.hosts))
+        workers = min(job.size, job.slots)
     share = max(min(workers, job.workers) if job.settings.spares else workers, job.settings.min_workers)
     settings = dataclasses.replace(
         job.settings, workers=math.ceil(share / job.nnodes), slices=job.slices, auto_slices=-1, stop_after=-1

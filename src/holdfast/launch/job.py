@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +12,7 @@ from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.target import MODULE
-from holdfast.recovery.registry import strategy_class
 from holdfast.setting_choices import POLICIES
 
 if TYPE_CHECKING:
@@ -316,7 +312,17 @@ class Job:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of all workers and spares that the job begins with."""
-        return tuple(range(self.workers + self.nnodes * self.settings.spares))
+        return tuple(range(self.size))
+
+    @property
+    def size(self) -> int:
+        """Number of workers and spares that the job begins with, over all nodes."""
+        return self.nnodes * (self.settings.workers + self.settings.spares)
+
+    @property
+    def slots(self) -> int:
+        """Workers that may run on the hosts."""
+        return sum(host.slots for host in self.hosts)
 
     def home(self, rank: int) -> int:
         """Return the node of a worker that the job begins with."""
@@ -345,103 +351,9 @@ class JobOutcome:
     is_shown: bool = True  # whether this launcher shows the summary; not if another one's output stands beside it
 
 
-def check(job: Job) -> None:
-    """Raise a ConfigError that says what to change, if the job cannot be started."""
-    settings = job.settings
-    if not job.script.is_file():
-        hint = "" if job.script.suffix else "; a command must be python SCRIPT or python -m MODULE"
-        refuse(f"there is no script {str(job.script)!r}{hint}")
-    if settings.min_workers > job.workers:
-        refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
-    if settings.auto_slices >= max(1, job.workers) and not settings.resume:
-        refuse(
-            f"--slices auto:F must leave a worker: F must be below the number of workers ({job.workers}), got {settings.auto_slices}"
-        )
-    if settings.resume and not settings.checkpoint_dir:
-        refuse("--resume needs --checkpoint-dir, the directory of the checkpoints to resume from")
-    _check_checkpoints(settings)
-    strategy = strategy_class(settings.strategy)
-    if strategy.needs_checkpoint and not settings.checkpoint_dir:
-        refuse(
-            f"--strategy {settings.strategy} needs --checkpoint-dir: every failure restarts from the newest checkpoint"
-        )
-    if settings.reinit_from != "own" and not strategy.rebuilds:
-        refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: other strategies rebuild nothing")
-    if settings.reinit_from == "checkpoint" and not settings.checkpoint_dir:
-        refuse("--reinit-from checkpoint needs --checkpoint-dir, the directory of the checkpoints to resume from")
-    _check_amounts(job)
-    size_in_bytes(job.events_max)
-    check_plan(job)
-    for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
-        if folder is not None:
-            check_writable(folder, flag, mode=0o700 if flag == "--log-dir" else 0o777)
-    job.fabric.check_installed()
-
-
-def _check_checkpoints(settings: Settings) -> None:
-    place, local = settings.checkpoint_dir, Path(settings.checkpoint_dir.removeprefix("file://"))
-    often = settings.checkpoint_every or settings.checkpoint_auto
-    for value, flag in ((often, "--checkpoint-every"), (settings.keep_last, "--keep-last")):
-        if value and not place:
-            refuse(f"{flag} needs --checkpoint-dir, the directory for the checkpoints")
-    if place and not is_remote(place) and local.exists() and not local.is_dir():
-        refuse(f"--checkpoint-dir must be a directory, and {place} is a file")
-    if settings.keep_every and not settings.keep_last:
-        refuse("--keep-every needs --keep-last: without it all checkpoints are kept")
-    if settings.checkpoint_format == "hdf5" and importlib.util.find_spec("h5py") is None:
-        refuse("--checkpoint-format hdf5 needs h5py: pip install h5py, or choose another format")
-
-
 def is_remote(place: str) -> bool:
     """Return whether checkpoints are in remote storage, not in a local directory."""
     return "://" in place and not place.startswith("file://")
-
-
-def _check_amounts(job: Job) -> None:
-    in_all = job.nnodes * (job.settings.workers + job.settings.spares)
-    if in_all > MOST_WORKERS:
-        where = f"on all {job.nnodes} nodes together" if job.nnodes > 1 else "together"
-        refuse(f"workers and spares must be at most {MOST_WORKERS} {where}, got {in_all}")
-    counts = {"restarts": job.max_restarts, "respawns": job.max_respawns, "no-progress": job.max_no_progress}
-    for flag, times in ((f"--max-{name}", count) for name, count in counts.items()):
-        if times < 0:
-            refuse(f"{flag} must be at least 0, got {times}")
-    if job.no_requeue_code not in (1, *range(5, 126)):
-        refuse(
-            f"--no-requeue-code must be 1, or from 5 to 125, got {job.no_requeue_code}: the other exit codes have a meaning already"
-        )
-    if job.left_code not in (0, *range(4, 126)):
-        refuse(f"--left-code must be 0, or from 4 to 125, got {job.left_code}: 1, 2 and 3 mean that the run failed")
-    for flag, time_s in (("--rdzv-timeout", job.rdzv_timeout_s), ("--grace", job.grace_s)):
-        if not 0 < time_s < math.inf:
-            refuse(f"{flag} must be more than 0 seconds and finite, got {time_s:g}")
-    if job.stragglers not in POLICIES:
-        refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
-    if job.stragglers == "replace" and not (job.settings.spares or job.max_respawns):
-        refuse("--stragglers replace needs --spares or --respawn, which provide replacements for slow workers")
-    if not 1 < job.straggler_factor < math.inf:
-        refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
-    if job.max_respawns and not job.fabric.can_join:
-        refuse(
-            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot add workers to a running job; use --spares"
-        )
-    if not job.stall_timeout_s > 0:
-        refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
-    if job.mtbf_s and job.is_virtual:
-        refuse(
-            f"--mtbf kills processes, and with --fabric {job.settings.fabric} all workers are in one; use --inject, or --fabric ulfm"
-        )
-    if not 0 <= job.mtbf_s < math.inf:
-        refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
-
-
-def check_plan(job: Job) -> None:
-    """Raise a ConfigError if the fault plan does not match the workers."""
-    if job.settings.faults:
-        from holdfast.faults.plan import FaultPlan
-
-        workers = range(len(job.ranks) + job.max_respawns)
-        FaultPlan.from_json(job.settings.faults).check(workers, nodes=job.nnodes)
 
 
 def check_writable(folder: Path, option: str, *, mode: int = 0o777) -> None:

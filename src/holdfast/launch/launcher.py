@@ -23,16 +23,16 @@ from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fork_server import ForkServer, is_useful
 from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
-from holdfast.launch.job import Job, JobOutcome, check
+from holdfast.launch.job import Job, JobOutcome
+from holdfast.launch.job_rules import check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, check_hosts, shared_folder
+from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
 from holdfast.launch.nodes import JobStart, NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
-from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView, SteadyView
 from holdfast.launch.sizes import size_in_bytes
@@ -56,9 +56,7 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     Raises:
         ConfigError: if the job cannot be started as it is; nothing was started.
     """
-    check_nodes(job)
     check(job)
-    check_hosts(job)
     check_node_faults(job)
     Displays().check(job)
     check_gpus(job.gpus, elsewhere=bool(job.hosts))

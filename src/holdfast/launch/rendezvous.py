@@ -13,13 +13,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
 from holdfast.base.formatting import count
 from holdfast.config import Settings
-from holdfast.errors import JobError, StoreLost
+from holdfast.errors import ConfigError, JobError, StoreLost
 from holdfast.launch.command_line import OPTIONS
 from holdfast.launch.job import Job, refuse
 from holdfast.launch.node_health import NodeCheck
@@ -338,70 +338,31 @@ def _difference(name: str, mine: Any, theirs: Any) -> str:
     return f"with {name} {mine!r}, the other nodes with {theirs!r}"
 
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
 def hub_places(url: str) -> tuple[str, ...]:
     """Return the addresses ``HOST:PORT`` in ``holdfast://HOST:PORT[,HOST:PORT...]``; none if etcd is the store."""
     return tuple(url.removeprefix("holdfast://").split(",")) if url.startswith("holdfast://") else ()
 
 
+def is_place(text: str) -> bool:
+    """Return whether a text is an address ``HOST:PORT``."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and is_port(port)
+
+
 def split_place(place: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``; raise a ConfigError if it has another form."""
+    if not is_place(place):
+        raise ConfigError(forms_of_urls(place))
     host, _, port = place.rpartition(":")
-    if not host or not is_port(port):
-        _refuse_url(place)
     return host.strip("[]"), int(port)
 
 
-def _refuse_url(given: str) -> NoReturn:
-    refuse(
+def forms_of_urls(given: str | None) -> str:
+    """Return which forms ``--rdzv`` may have, for an error message about another one."""
+    return (
         "--rdzv must be holdfast://HOST:PORT[,HOST:PORT...], the addresses of the first nodes, or"
         f" etcd://HOST:PORT[,HOST:PORT...]/JOB, got {given!r}"
     )
-
-
-def check_nodes(job: Job) -> None:
-    """Raise a ConfigError if the options about nodes are inconsistent."""
-    if job.nnodes < 1:
-        refuse(f"--nnodes must be at least 1, got {job.nnodes}")
-    if not 0.5 <= job.node_timeout_s <= 3600:
-        refuse(f"--node-timeout must be between 0.5 and 3600 seconds, got {job.node_timeout_s:g}")
-    if job.nnodes == 1 and not job.rdzv:
-        if job.node_rank:
-            refuse(f"--node-rank must be 0 with one node, got {job.node_rank}")
-        return
-    if not job.fabric.survives_node_loss:
-        refuse(
-            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm, use --hosts, see docs/how-to/several-nodes.md"
-        )
-    if job.nnodes > 1 and job.stragglers == "rebalance":
-        refuse(
-            "--stragglers rebalance works on one node only: a launcher knows the speed of its own workers; use warn or replace"
-        )
-    if not 0 <= job.node_rank < job.nnodes:
-        refuse(f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}")
-    if not job.rdzv:
-        refuse("--nnodes needs --rdzv, for instance holdfast://HOST:29400, the address of the first node")
-    if not job.rdzv.startswith("etcd://"):
-        _check_places(job)
-
-
-def _check_places(job: Job) -> None:
-    places = hub_places(job.rdzv)
-    if not places:
-        _refuse_url(job.rdzv)
-    hosts = [split_place(place)[0] for place in places]
-    if len(places) > job.nnodes or len(set(places)) < len(places):
-        refuse(
-            f"--rdzv must name the first nodes, each once, and at most as many as --nnodes ({job.nnodes}), got {job.rdzv!r}"
-        )
-    if len(places) == 2:
-        refuse(
-            f"--rdzv must name one node, or at least three, got {job.rdzv!r}: of two, the loss of one may leave no majority"
-        )
-    if not set(hosts).issubset(_LOOPBACK) and not job.settings.token:
-        refuse("--rdzv on another machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")
 
 
 def _check_loopback() -> None:

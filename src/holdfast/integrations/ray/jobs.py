@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.options import declared
+from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.integrations.ray import function
 from holdfast.integrations.ray.configs import JobScale
-from holdfast.launch.job import MAX_RESPAWNS, Job, check
-from holdfast.launch.rendezvous import check_nodes
+from holdfast.launch.job import MAX_RESPAWNS, Job
+from holdfast.launch.job_rules import NODE_RULES, check
 from holdfast.launch.target import module_file
 
 _CHOSEN_HERE = (
@@ -91,6 +92,7 @@ def _settings(values: Mapping[str, Any], scale: JobScale) -> Settings:
 
 def _check(job: Job) -> None:
     """Check what can be checked here; the launcher of each node checks the rest."""
-    check_nodes(replace(job, rdzv=job.rdzv or "holdfast://127.0.0.1:1"))  # the address follows
+    job = replace(job, rdzv=job.rdzv or "holdfast://127.0.0.1:1")  # the address follows
+    check_rules(NODE_RULES, job)
     if job.script.is_file():
         check(job)
