@@ -72,20 +72,23 @@ class RunArguments:
 _LAST_S = 1.0
 """A job that was asked to stop waits so long for a reader of its output that takes nothing."""
 OPTIONS = declared(RunArguments, Settings, Job)
+
+
+def _is_positive(parameter: str) -> Rule:
+    return Rule(
+        ("mtbf_s",),
+        lambda it: it[parameter] is not None and not it[parameter] > 0,
+        f"--{parameter.replace('_', '-')} must be more than 0 seconds, got {{it[{parameter}]:g}}",
+    )
+
+
 _RULES = (
     Rule(
         ("nnodes",),
         lambda it: it["nnodes"] > MOST_WORKERS,
         f"--nnodes must be at most {MOST_WORKERS}, got {{it[nnodes]}}",
     ),
-    *(
-        Rule(
-            ("mtbf_s",),
-            lambda it, given=given: it[given] is not None and not it[given] > 0,
-            f"--{given.replace('_', '-')} must be more than 0 seconds, got {{it[{given}]:g}}",
-        )
-        for given in ("expected_mtbf", "mtbf")
-    ),
+    *map(_is_positive, ("expected_mtbf", "mtbf")),
     Rule(
         ("max_respawns", "respawn"),
         lambda it: it["max_respawns"] is not None and not it["respawn"],

@@ -254,15 +254,17 @@ JOB_RULES = (
 
 # -- hosts of Open MPI
 
+
+def _needs_hosts(field: str) -> Rule:
+    return Rule(
+        (field, "hosts"),
+        lambda it: getattr(it, field) and not it.hosts,
+        f"--{field.replace('_', '-')} needs --hosts: it has no effect on a single machine",
+    )
+
+
 HOST_RULES = (
-    *(
-        Rule(
-            (field, "hosts"),
-            lambda it, field=field: not it.hosts and getattr(it, field),
-            f"--{field.replace('_', '-')} needs --hosts: it has no effect on a single machine",
-        )
-        for field in ("launch_agent", "network", "run_dir")
-    ),
+    *map(_needs_hosts, ("launch_agent", "network", "run_dir")),
     Rule(
         ("hosts", "fabric"),
         lambda it: it.hosts and not it.fabric.spans_hosts,
