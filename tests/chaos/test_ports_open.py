@@ -1,5 +1,6 @@
-"""Strangers at every port that a job opens: rubbish changes nothing, also when workers die."""
+"""Strangers at every port that a job opens: rubbish and silence change nothing, also when workers die."""
 
+import contextlib
 import os
 import random
 import socket
@@ -10,7 +11,7 @@ import pytest
 from exact import SCRIPT, check_nothing_lost, reference_hash
 from jobs import assert_landed, run_report
 
-from holdfast.launch.processes import value_of
+from holdfast.launch.processes import name_of, value_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.cold_start]  # strangers need time to find the ports
 
@@ -67,3 +68,32 @@ def test_rubbish_on_every_open_port_changes_no_bit(tmp_path):
     check_nothing_lost(report, reference_hash("mlp", "sgd"), [0, 2])
     assert len({pid for pid, _, _ in reached}) >= 4, "the launcher's store, and each worker"
     assert {host for _, _, host in reached} == {"127.0.0.1"}, "a job on one machine is open to that machine alone"
+
+
+def say_nothing(folder, over, owners):
+    """Once training has begun, hold a connection to each port, and send nothing; ``owners`` are whose ports take one."""
+    while not any('"StepCommitted"' in path.read_text() for path in folder.glob("holdfast-*/records-0.jsonl")):
+        if over.wait(0.05):
+            return
+    with contextlib.ExitStack() as held:
+        for port, (pid, host) in open_ports(folder).items():
+            held.enter_context(socket.create_connection((host, port), timeout=1))
+            owners.append(name_of(pid))
+        over.wait()
+
+
+def test_a_stranger_that_says_nothing_does_not_keep_a_death_from_being_noticed(tmp_path):
+    over, owners = threading.Event(), []
+    thread = threading.Thread(target=say_nothing, args=(tmp_path, over, owners))
+    thread.start()
+    try:
+        kill = ("--max-restarts", 0, "--stall-timeout", 10, "--inject", "kill:rank=1,step=6,phase=allreduce")
+        options = ("-n", 3, "--fabric", "ulfm", *kill, SCRIPT, "mlp", "sgd", "--pause", 0.4)
+        report = run_report(tmp_path, *options, env={"TMPDIR": str(tmp_path)})
+    finally:
+        over.set()
+        thread.join()
+
+    assert_landed(report, 1)
+    check_nothing_lost(report, reference_hash("mlp", "sgd"), [0, 2])
+    assert set(owners) == {"prterun"}, "workers listen nowhere"
