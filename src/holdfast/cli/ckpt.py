@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from holdfast.cli.places import find, find_root, opened
 from holdfast.cli.progress import progress
 from holdfast.cli.tables import count, moment, need_command, print_json, say, table, warn, warn_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 from holdfast.report.formatting import size
+from holdfast.tools.checkpoints.paths import find, find_root, opened
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.compare import Comparison, TensorDiff
-    from holdfast.checkpoint.files.base import TensorSource
-    from holdfast.checkpoint.listing import CheckpointStatus
     from holdfast.checkpoint.storage import Storage
+    from holdfast.tools.checkpoints.compare import Comparison, TensorDiff
+    from holdfast.tools.checkpoints.listing import CheckpointStatus
+    from holdfast.tools.formats.base import TensorSource
 
 _DAMAGED = 3
 """Exit code if damaged data was found."""
@@ -63,7 +63,7 @@ def ls(
 
     Example: holdfast ckpt ls runs/a
     """
-    from holdfast.checkpoint.listing import attempts, examine_all
+    from holdfast.tools.checkpoints.listing import attempts, examine_all
 
     storage = find_root(directory)
     with progress(f"reading {storage.url}", quiet=as_json) as now:
@@ -150,7 +150,7 @@ def show(
 
 
 def _tensor_facts(source: TensorSource, now: Any) -> dict[str, Any]:
-    from holdfast.checkpoint.source import tensor_digest
+    from holdfast.tools.checkpoints.source import tensor_digest
 
     manifest = source.manifest
     tensors = []
@@ -185,9 +185,9 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
 
     Example: holdfast ckpt verify runs/a/step-00000020
     """
-    from holdfast.checkpoint.listing import examine, examine_all
     from holdfast.checkpoint.loading import steps
-    from holdfast.checkpoint.storage.counted import CountedStorage
+    from holdfast.tools.checkpoints.counted import CountedStorage
+    from holdfast.tools.checkpoints.listing import examine, examine_all
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
         what = f"{path} is a file of another program, which has no digests"
@@ -253,7 +253,7 @@ def diff(
 
     Example: holdfast ckpt diff runs/a/step-00000020 exported.safetensors
     """
-    from holdfast.checkpoint.compare import compare
+    from holdfast.tools.checkpoints.compare import compare
 
     with progress(f"opening {first}", quiet=as_json) as now, opened(first, now=now) as a, opened(second, now=now) as b:
         comparison = compare(a, b, lambda path: now(f"comparing {path}"))
@@ -329,10 +329,10 @@ def convert(
 
     Example: holdfast ckpt convert runs/a/step-00000020 exported --to hdf5
     """
-    from holdfast.checkpoint.convert import check_format
-    from holdfast.checkpoint.convert import convert as carry_out
     from holdfast.checkpoint.storage import open_storage
-    from holdfast.checkpoint.storage.counted import CountedStorage
+    from holdfast.tools.checkpoints.convert import check_format
+    from holdfast.tools.checkpoints.convert import convert as carry_out
+    from holdfast.tools.checkpoints.counted import CountedStorage
 
     check_format(to)
     if guard not in _GUARDS:
@@ -360,7 +360,7 @@ def convert(
 
 def _check_plausible(source: TensorSource, guard: str) -> None:
     """Warn of values that training does not produce; if ``guard`` is ``"stop"``, raise a CheckpointCorrupt."""
-    from holdfast.integrity.plausible import find_odd
+    from holdfast.tools.checkpoints.plausible import find_odd
 
     for path in source.tensors:
         odd = find_odd(source.read(path))
@@ -389,7 +389,7 @@ def prune(
 
     Example: holdfast ckpt prune runs/a --keep-last 3 --keep-every 1000 --dry-run
     """
-    from holdfast.checkpoint.listing import prune as carry_out
+    from holdfast.tools.checkpoints.listing import prune as carry_out
 
     for name, value, least in (("--keep-last", keep_last, 2), ("--keep-every", keep_every, 0)):
         if value < least:

@@ -13,9 +13,9 @@ from holdfast.cli.progress import progress
 from holdfast.cli.tables import count, print_json, say
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.compare import ValueDifference
-    from holdfast.report.certificate import CertificateFinding, CertifiedSteps
-    from holdfast.report.divergence import Divergence, RunComparison
+    from holdfast.tools.checkpoints.compare import ValueDifference
+    from holdfast.tools.replay.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.tools.replay.divergence import Divergence, RunComparison
 
 _MOST_TENSORS = 5
 _WRONG = 3
@@ -40,9 +40,9 @@ def diff_runs(
     """
     from holdfast.errors import ConfigError
     from holdfast.records.files import load_events
-    from holdfast.report.certificate import CertifiedSteps
-    from holdfast.report.divergence import compare_runs, different_settings
     from holdfast.report.files import load_report
+    from holdfast.tools.replay.certificate import CertifiedSteps
+    from holdfast.tools.replay.divergence import compare_runs, different_settings
 
     reports = [load_report(folder) for folder in (first, second)]
     runs = [CertifiedSteps(load_events(folder), str(folder)) for folder in (first, second)]
@@ -64,9 +64,9 @@ def diff_runs(
 
 def _compare_checkpoints(runs: Sequence[CertifiedSteps], divergence: Divergence) -> tuple[int, ValueDifference] | None:
     """Return the first different value in the first common checkpoints after the divergence, and their step."""
-    from holdfast.checkpoint.compare import first_difference
-    from holdfast.cli.places import opened
     from holdfast.errors import CheckpointError, ConfigError
+    from holdfast.tools.checkpoints.compare import first_difference
+    from holdfast.tools.checkpoints.paths import opened
 
     places = [_checkpoints(run) for run in runs]
     for step in sorted(step for step in places[0] if step in places[1] and step >= divergence.step):

@@ -13,8 +13,8 @@ from holdfast.cli.tables import count, print_json, say, warn
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.report.certificate import CertificateFinding, CertifiedSteps
-    from holdfast.report.divergence import Divergence
+    from holdfast.tools.replay.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.tools.replay.divergence import Divergence
 
 _WRONG = 3
 """Exit code if a record is inconsistent, or a step is not reproduced."""
@@ -53,9 +53,9 @@ def verify(
 
     Example: holdfast verify out --from 20 --to 40
     """
-    from holdfast.cli.replaying import load_job
     from holdfast.records.files import load_events
-    from holdfast.report.certificate import CertifiedSteps
+    from holdfast.tools.replay.certificate import CertifiedSteps
+    from holdfast.tools.replay.plan import load_job
 
     report = load_job(directory)
     run = CertifiedSteps(load_events(directory), str(directory))
@@ -90,9 +90,9 @@ def _replay(
     trusted: bool,
 ) -> dict[str, Any]:
     """Replay steps; return which, from which state, and where they diverge from the records, if they do."""
-    from holdfast.cli.replaying import ReplayPlan, find_start, other_kind, script_of, why_not
-    from holdfast.report.certificate import CertifiedSteps
-    from holdfast.report.divergence import compare_runs
+    from holdfast.tools.replay.certificate import CertifiedSteps
+    from holdfast.tools.replay.divergence import compare_runs
+    from holdfast.tools.replay.plan import ReplayPlan, find_start, other_kind, script_of, why_not
 
     first = run.first if wanted is None else wanted
     last = run.last if stop is None else stop

@@ -9,10 +9,10 @@ from holdfast.checkpoint.loading import OnDamaged, find_damage, newest_intact, r
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest
 from holdfast.checkpoint.retention import to_remove
 from holdfast.checkpoint.save import remove
-from holdfast.checkpoint.source import written_s
 from holdfast.checkpoint.storage import Storage, step_folder, step_of
 from holdfast.checkpoint.values import DamagedBytes
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing
+from holdfast.tools.checkpoints.source import written_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

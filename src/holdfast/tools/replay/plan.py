@@ -20,7 +20,7 @@ from holdfast.report.formatting import clean
 if TYPE_CHECKING:
     from holdfast.launch.job import JobOutcome
     from holdfast.records.types import Record, RunStarted
-    from holdfast.report.certificate import CertifiedSteps
+    from holdfast.tools.replay.certificate import CertifiedSteps
 
 _DECIDE = ("slices", "order", "seed", "rescale")
 """Settings that bits depend on, as recorded by the run, whose script may have set them."""

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.blocks import block_ranges, digest, run
-from holdfast.checkpoint.files.base import TensorInfo, TensorSource
 from holdfast.checkpoint.format import DTYPES, scalars_of, tensor_bytes
 from holdfast.checkpoint.loading import load, read_box, read_manifest
 from holdfast.checkpoint.manifest import MANIFEST_NAME
 from holdfast.checkpoint.storage import Storage, step_folder
-from holdfast.checkpoint.storage.counted import CountedStorage
 from holdfast.checkpoint.storage.local import LocalStorage
+from holdfast.tools.checkpoints.counted import CountedStorage
+from holdfast.tools.formats.base import TensorInfo, TensorSource
 
 
 def saved_source(storage: Storage, step: int) -> TensorSource:

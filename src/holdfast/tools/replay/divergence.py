@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.records.types import RunStarted
 from holdfast.recovery.registry import strategy_class
-from holdfast.report.certificate import CertifiedSteps, differing
+from holdfast.tools.replay.certificate import CertifiedSteps, differing
 
 _DECIDE = ("seed", "slices", "order", "split", "batch", "rescale", "parameters")
 """Settings of a run that decide its bits."""

@@ -11,8 +11,8 @@ from holdfast.cli.tables import warn_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.files.base import TensorSource
     from holdfast.checkpoint.storage import Storage
+    from holdfast.tools.formats.base import TensorSource
 
 
 def find(text: str) -> tuple[Storage, int | None]:
@@ -57,10 +57,10 @@ def opened(
         ConfigError: if it does not exist, or a step is given for a single checkpoint or file.
         CheckpointError: if it cannot be read.
     """
-    from holdfast.checkpoint.files.kinds import KINDS, open_imported
-    from holdfast.checkpoint.source import saved_source
     from holdfast.checkpoint.storage import is_remote
-    from holdfast.checkpoint.storage.counted import CountedStorage
+    from holdfast.tools.checkpoints.counted import CountedStorage
+    from holdfast.tools.checkpoints.source import saved_source
+    from holdfast.tools.formats.kinds import KINDS, open_imported
 
     if is_remote(text) and text.lower().endswith(KINDS):
         raise ConfigError(f"{text} is a file of another program, which must be on this machine; download it first")
