@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +46,33 @@ def saved_source(storage: Storage, step: int) -> TensorSource:
         written_s=written_s(storage, step),
         ties=ties,
     )
+
+
+def facts_of(source: TensorSource, now: Callable[[str], None]) -> dict[str, Any]:
+    """Return what a source contains, as JSON; ``now`` is called with a text before each tensor is read."""
+    manifest = source.manifest
+    tensors = []
+    for path, entry in source.tensors.items():
+        if path in source.ties:
+            continue
+        now(f"reading {path}")
+        xxh3 = tensor_digest(source.read(path)) if manifest is None else manifest.tensors[path].xxh3
+        dtype = str(entry.dtype).removeprefix("torch.")
+        shape = list(entry.shape)
+        tensors.append({"path": path, "dtype": dtype, "shape": shape, "bytes": entry.size_bytes, "xxh3": xxh3})
+    return {
+        "path": source.name,
+        "format": source.kind,
+        "step": source.step,
+        "generation": None if manifest is None else manifest.generation,
+        "files": None if manifest is None else {name: file.size_bytes for name, file in manifest.files.items()},
+        "written": source.written_s,
+        "versions": None if manifest is None else manifest.versions,
+        "info": {} if manifest is None else manifest.info,
+        "tensors": tensors,
+        "ties": dict(source.ties),
+        "bytes": sum(tensor["bytes"] for tensor in tensors),
+    }
 
 
 def written_s(storage: Storage, step: int) -> float | None:
