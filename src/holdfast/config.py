@@ -15,6 +15,7 @@ from typing import Any, Self
 from holdfast import setting_choices
 from holdfast.base.options import check, choices, losses_of, option, parse, variable
 from holdfast.base.orders import LISTED_ORDERS, UNITS, base_of, is_rounded
+from holdfast.checkpoint.files.registry import check_format
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
 from holdfast.recovery.registry import strategy_class
@@ -319,6 +320,7 @@ class Settings:
         manual="file format of new checkpoints; every format can be read",
         group="Checkpoints",
         choices=setting_choices.CHECKPOINT_FORMATS,
+        is_open=True,
     )
     incremental_checkpoints: bool = option(
         True,
@@ -412,6 +414,7 @@ class Settings:
         strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
             make_fabric(self.fabric)
+        check_format(self.checkpoint_format, "checkpoint_format")
         if self.keep_last < 0 or self.keep_last == 1:
             raise ConfigError(
                 f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.block_writer import write_blocks
-from holdfast.checkpoint.files.registry import format_names, is_format, make_writer
+from holdfast.checkpoint.files.registry import check_format, make_writer
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, dump, is_data_folder, parse, versions
 from holdfast.checkpoint.parts import merge
 from holdfast.checkpoint.reuse import BlockReuse
@@ -265,8 +265,7 @@ def _name_folder(step: int, format: str, token: str) -> str:
     """Return the name of the data folder of an attempt; raise a ConfigError if an argument is not allowed."""
     if step < 0:
         raise ConfigError(f"step must be at least 0, got {step}")
-    if not is_format(format):
-        raise ConfigError(f"the format of checkpoints must be one of {', '.join(format_names())}, got {format!r}")
+    check_format(format)
     name = f"data-{token or secrets.token_hex(4)}"
     if not is_data_folder(name):
         raise ConfigError(

@@ -299,14 +299,14 @@ def convert(
 
     Example: holdfast ckpt convert runs/a/step-00000020 exported --to hdf5
     """
+    from holdfast.checkpoint.files.registry import check_format
     from holdfast.checkpoint.storage import open_storage
-    from holdfast.tools.checkpoints.convert import check_format
     from holdfast.tools.checkpoints.convert import convert as carry_out
     from holdfast.tools.checkpoints.counted import CountedStorage
     from holdfast.tools.checkpoints.paths import opened
     from holdfast.tools.checkpoints.plausible import check_values
 
-    check_format(to)
+    check_format(to, "the format")
     if guard not in _GUARDS:
         raise ConfigError(f"--guard must be one of {', '.join(_GUARDS)}, got {guard!r}")
     if Path(target).is_file():

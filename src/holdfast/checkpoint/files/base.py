@@ -20,6 +20,8 @@ class TensorWriter(ABC):
 
     name: str
     """The name under ``format`` in the manifest."""
+    one_writer = False
+    """Whether one process must write all tensors of a checkpoint, and the format's own code every value of them."""
 
     @abstractmethod
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:

@@ -16,6 +16,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from holdfast.base.registered import Registry
+from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.files.base import TensorWriter
@@ -37,6 +38,12 @@ format_names = _WRITERS.names
 def is_format(name: str) -> bool:
     """Return whether checkpoints may have this format."""
     return name in BUILT_IN or name in format_names()  # the second reads the metadata of all installed packages
+
+
+def check_format(name: str, what: str = "the format of checkpoints") -> None:
+    """Raise a ConfigError if there is no format of this name, which is the value of ``what``."""
+    if not is_format(name):
+        raise ConfigError(f"{what} must be one of {', '.join(format_names())}, got {name!r}")
 
 
 @functools.cache

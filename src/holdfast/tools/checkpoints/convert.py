@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import PurePath
 
-from holdfast.checkpoint.files.registry import format_names, is_format
+from holdfast.checkpoint.files.registry import check_format
 from holdfast.checkpoint.loading import steps, verify
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.save import SavedCheckpoint, remove, write
@@ -32,7 +32,7 @@ def convert(
         CheckpointCorrupt: if the source is damaged, or the data read back differ; the new checkpoint is removed.
         CheckpointError: if the format cannot hold a tensor, or the storage rejects it.
     """
-    check_format(format)
+    check_format(format, "the format")
     step = source.step or 0
     if step in steps(storage):
         raise ConfigError(
@@ -55,12 +55,6 @@ def convert(
         remove(storage, step)
         raise
     return saved
-
-
-def check_format(format: str) -> None:
-    """Reject an unknown format."""
-    if not is_format(format):
-        raise ConfigError(f"the format must be one of {', '.join(format_names())}, got {format!r}")
 
 
 def _digests(source: TensorSource, content: WritePlan) -> dict[str, str]:
