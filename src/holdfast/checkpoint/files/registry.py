@@ -41,9 +41,11 @@ def is_format(name: str) -> bool:
 
 
 def check_format(name: str, what: str = "the format of checkpoints") -> None:
-    """Raise a ConfigError if there is no format of this name, which is the value of ``what``."""
+    """Raise a ConfigError if there is no format of this name, the value of ``what``, or another package's is no writer."""
     if not is_format(name):
         raise ConfigError(f"{what} must be one of {', '.join(format_names())}, got {name!r}")
+    if name not in BUILT_IN:
+        make_writer(name)
 
 
 @functools.cache
