@@ -110,7 +110,7 @@ def test_checkpoints_in_a_format_from_outside_the_package_are_written_and_loaded
     report, _ = run(tmp_path / "second", *options, "--resume")
 
     manifest = min((tmp_path / "saved").glob("step-*/manifest.json"))
-    assert json.loads(manifest.read_bytes())["manifest"]["format"] == "again"
+    assert '"format": "again"' in manifest.read_text()
     assert report["replicas"]["sha256"] == undisturbed["replicas"]["sha256"]
 
 

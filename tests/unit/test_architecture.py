@@ -146,6 +146,7 @@ MAY_IMPORT = {
         "holdfast.session.step",
     },
     "lab.counting": {"holdfast.comm"},
+    "lab.memory": {"holdfast.comm", "holdfast.models.part"},
     "lab.pages": {"holdfast.errors", "holdfast.records", "holdfast.report"},
     "lab.studies": {
         "holdfast",
