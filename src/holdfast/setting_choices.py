@@ -8,7 +8,7 @@ from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
 from holdfast.recovery.registry import BUILT_IN
 
 FABRICS = tuple(FABRICS_BUILT_IN)
-CHECKPOINT_FORMATS = FORMATS
+CHECKPOINT_FORMATS = tuple(FORMATS)
 STRATEGIES = tuple(BUILT_IN)
 EMPTY_SEATS = ("fill", "survivors", "raise")
 REINIT_FROM = ("own", "root", "checkpoint")

@@ -21,7 +21,7 @@ from holdfast.errors import ConfigError
 if TYPE_CHECKING:
     from holdfast.checkpoint.files.base import TensorWriter
 
-BUILT_IN = {
+FORMATS = {
     "safetensors": "holdfast.checkpoint.files.safetensors:Safetensors",
     "hdf5": "holdfast.tools.formats.hdf5:Hdf5",
     "npz": "holdfast.tools.formats.npz:Npz",
@@ -29,22 +29,21 @@ BUILT_IN = {
 }
 """Name in the manifest: module and class. The core's own format is the first; the others are loaded when one is written,
 and with it the library that only that one needs."""
-FORMATS = tuple(BUILT_IN)
-_WRITERS = Registry("the format of checkpoints", "holdfast.formats", BUILT_IN)
+_WRITERS = Registry("the format of checkpoints", "holdfast.formats", FORMATS)
 
 format_names = _WRITERS.names
 
 
 def is_format(name: str) -> bool:
     """Return whether checkpoints may have this format."""
-    return name in BUILT_IN or name in format_names()  # the second reads the metadata of all installed packages
+    return name in FORMATS or name in format_names()  # the second reads the metadata of all installed packages
 
 
 def check_format(name: str, what: str = "the format of checkpoints") -> None:
     """Raise a ConfigError if there is no format of this name, the value of ``what``, or another package's is no writer."""
     if not is_format(name):
         raise ConfigError(f"{what} must be one of {', '.join(format_names())}, got {name!r}")
-    if name not in BUILT_IN:
+    if name not in FORMATS:
         make_writer(name)
 
 
