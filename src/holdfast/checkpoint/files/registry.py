@@ -28,7 +28,8 @@ FORMATS = {
     "dcp": "holdfast.tools.formats.dcp:Dcp",
 }
 """Name in the manifest: module and class. The core's own format is the first; the others are loaded when one is written,
-and with it the library that only that one needs."""
+and with it the library that only that one needs. They stand here, and are no entry points, because a checkout that is
+only on ``PYTHONPATH`` has none."""
 _WRITERS = Registry("the format of checkpoints", "holdfast.formats", FORMATS)
 
 format_names = _WRITERS.names
