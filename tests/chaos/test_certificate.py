@@ -9,7 +9,7 @@ from jobs import ROOT, assert_landed, holdfast, run_report
 from holdfast.cli import main
 from holdfast.faults.kinds import OF_WORKERS
 from holdfast.records.files import load_events
-from holdfast.tools.replay.certificate import CertifiedSteps
+from holdfast.tools.certificate import CertifiedSteps
 
 pytestmark = pytest.mark.chaos
 REFERENCE = ROOT / "tests" / "support" / "train_reference.py"

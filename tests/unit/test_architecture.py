@@ -199,6 +199,8 @@ WITHOUT_TORCH = (
     "report",
     "observe",
     "tools.debug",
+    "tools.certificate",
+    "tools.divergence",
     "tools.replay",
     "launch",
     "cli",

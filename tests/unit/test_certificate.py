@@ -30,8 +30,8 @@ from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.files import read_run
 from holdfast.records.types import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.report.files import write_report
-from holdfast.tools.replay.certificate import CertifiedSteps
-from holdfast.tools.replay.divergence import compare_runs
+from holdfast.tools.certificate import CertifiedSteps
+from holdfast.tools.divergence import compare_runs
 
 
 def plan(*specs):

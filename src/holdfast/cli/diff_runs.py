@@ -13,9 +13,9 @@ from holdfast.cli.progress import progress
 from holdfast.cli.tables import count, print_json, say
 
 if TYPE_CHECKING:
+    from holdfast.tools.certificate import CertificateFinding, CertifiedSteps
     from holdfast.tools.checkpoints.compare import ValueDifference
-    from holdfast.tools.replay.certificate import CertificateFinding, CertifiedSteps
-    from holdfast.tools.replay.divergence import Divergence, RunComparison
+    from holdfast.tools.divergence import Divergence, RunComparison
 
 _MOST_TENSORS = 5
 _WRONG = 3
@@ -39,8 +39,8 @@ def diff_runs(
     from holdfast.errors import ConfigError
     from holdfast.records.files import load_events
     from holdfast.report.files import load_report
-    from holdfast.tools.replay.certificate import CertifiedSteps
-    from holdfast.tools.replay.divergence import compare_runs, different_settings, first_saved_difference
+    from holdfast.tools.certificate import CertifiedSteps
+    from holdfast.tools.divergence import compare_runs, different_settings, first_saved_difference
 
     reports = [load_report(folder) for folder in (first, second)]
     runs = [CertifiedSteps(load_events(folder), str(folder)) for folder in (first, second)]

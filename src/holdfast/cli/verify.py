@@ -12,8 +12,8 @@ from typer import Argument, Option
 from holdfast.cli.tables import count, print_json, say, warn
 
 if TYPE_CHECKING:
-    from holdfast.tools.replay.certificate import CertificateFinding, CertifiedSteps
-    from holdfast.tools.replay.divergence import Divergence
+    from holdfast.tools.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.tools.divergence import Divergence
 
 _WRONG = 3
 """Exit code if a record is inconsistent, or a step is not reproduced."""
@@ -53,8 +53,8 @@ def verify(
     Example: holdfast verify out --from 20 --to 40
     """
     from holdfast.records.files import load_events
-    from holdfast.tools.replay.certificate import CertifiedSteps
-    from holdfast.tools.replay.plan import load_job, replay_steps
+    from holdfast.tools.certificate import CertifiedSteps
+    from holdfast.tools.replay import load_job, replay_steps
 
     report = load_job(directory)
     run = CertifiedSteps(load_events(directory), str(directory))

@@ -1,1 +1,1 @@
-"""Tools beside training: the doctor, and what is needed to debug a run. The core does not need them."""
+"""Tools beside training, which the core does not need: the doctor; checkpoints and files of other programs; certificates and replay; debugging."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CheckpointError, ConfigError, JobError
 from holdfast.report.formatting import clean
-from holdfast.tools.replay.certificate import CertifiedSteps
-from holdfast.tools.replay.divergence import compare_runs
+from holdfast.tools.certificate import CertifiedSteps
+from holdfast.tools.divergence import compare_runs
 
 if TYPE_CHECKING:
     from holdfast.launch.job import JobOutcome

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.records.types import CheckpointSaved, RunStarted
 from holdfast.recovery.registry import strategy_class
-from holdfast.tools.replay.certificate import CertifiedSteps, differing
+from holdfast.tools.certificate import CertifiedSteps, differing
 
 if TYPE_CHECKING:
     from holdfast.tools.checkpoints.compare import ValueDifference

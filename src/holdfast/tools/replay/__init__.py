@@ -1,1 +1,0 @@
-"""The certificate of a run: checked, compared with another run's, and recomputed by a replay of its steps."""
