@@ -77,9 +77,9 @@ def outside(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{place}:{jobs.ROOT / 'src'}")
 
 
-def run(folder, *options):
+def run(folder, *options, code=0):
     done = jobs.holdfast("run", "-n", 3, "--seed", 5, "--report", folder, "--no-page", *options, EXAMPLE)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return json.loads((folder / "report.json").read_text()), done.stdout
 
 
@@ -106,7 +106,7 @@ def test_a_job_runs_on_a_fabric_from_outside_the_package(outside, tmp_path):
 def test_checkpoints_in_a_format_from_outside_the_package_are_written_and_loaded(outside, tmp_path):
     options = ["--fabric", "virtual", "--checkpoint-dir", tmp_path / "saved"]
     undisturbed, _ = run(tmp_path / "undisturbed", "--fabric", "virtual")
-    run(tmp_path / "first", *options, "--checkpoint-format", "again", "--stop-after", "4")
+    run(tmp_path / "first", *options, "--checkpoint-format", "again", "--stop-after", 4, code=4)
     report, _ = run(tmp_path / "second", *options, "--resume")
 
     manifest = min((tmp_path / "saved").glob("step-*/manifest.json"))
