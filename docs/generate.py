@@ -23,7 +23,7 @@ from holdfast.cli.run import OPTIONS
 from holdfast.config import Settings
 from holdfast.observe.monitor.metrics import METRICS
 from holdfast.records.encoding import RECORDS
-from holdfast.report.goodput import CAUSES
+from holdfast.summary.goodput import CAUSES
 
 OF_THE_LAUNCHER = ("ranks", "rank", "store", "run_dir", "origin_s", "launch_dir")
 """Settings that only the launcher gives to its workers."""

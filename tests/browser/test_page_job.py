@@ -9,8 +9,8 @@ import pytest
 from jobs import assert_landed
 from watched_job import WatchedJob
 
-from holdfast.report import formatting
-from holdfast.report.goodput import RECOVERY_PARTS
+from holdfast.base import formatting
+from holdfast.summary.goodput import RECOVERY_PARTS
 
 pytest.importorskip("playwright", reason="not installed: run make browser")
 

@@ -5,7 +5,7 @@ import page_states
 import pytest
 from page_server import PageServer
 
-from holdfast.report import formatting
+from holdfast.base import formatting
 
 pytest.importorskip("playwright", reason="not installed: run make browser")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from campaign.plan import AGENT, FORK_SERVER, LAUNCHER, MPIRUN, WATCHER, WORKER
 from holdfast.launch.processes import Process, WatchedWorker, children_of, name_of
-from holdfast.tools.debug.stacks import last_stack, stack_path
+from holdfast.launch.stacks import last_stack, stack_path
 
 if TYPE_CHECKING:
     from campaign.attacks.base import Running

@@ -16,7 +16,7 @@ from jobs import assert_landed, assert_landed_for_good, exit_codes, run_report
 from reference import make_model
 
 from holdfast import Sharded
-from holdfast.report.formatting import listing
+from holdfast.base.formatting import listing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 

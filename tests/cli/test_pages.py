@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 from made_up_runs import KILLS, made_up_demo, made_up_report, made_up_run
 
+from holdfast.observe.page.comparison import render_comparison
+from holdfast.observe.page.curves import NamedRun
+from holdfast.observe.page.html import render_run
 from holdfast.records.types import FaultFired, Left, Recovered, RunStarted, WorkerFenced
-from holdfast.report import build_report, render_demo, render_run
-from holdfast.report.comparison import render_comparison
-from holdfast.report.curves import NamedRun
+from holdfast.summary.build import build_report
+from holdfast_lab.pages.demo import render_demo
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: chromium)")

@@ -20,9 +20,9 @@ from holdfast.observe.monitor.followed import FollowedFolder
 from holdfast.records.encoding import record_to_dict
 from holdfast.records.files import load_events, parse_record
 from holdfast.records.types import StepCommitted, WorkerEnded
-from holdfast.report.against import read_losses
-from holdfast.report.build import SCHEMA
-from holdfast.report.files import load_report
+from holdfast.summary.build import SCHEMA
+from holdfast.summary.files import load_report
+from holdfast.tools.against import read_losses
 from holdfast.tools.formats.safetensors import read_header
 from holdfast_lab.inject.files import replay
 from holdfast_lab.simulate import (

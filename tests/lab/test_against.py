@@ -8,7 +8,7 @@ import os
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.report.against import cost_against
+from holdfast.tools.against import cost_against
 
 STEPS = 96
 

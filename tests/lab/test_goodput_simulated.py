@@ -11,7 +11,7 @@ from holdfast.records.types import (
     RunStarted,
     StepCommitted,
 )
-from holdfast.report.goodput import goodput_of
+from holdfast.summary.goodput import goodput_of
 from holdfast_lab.simulate import Cluster, Costs, FailureTrace, Scenario, SimulatedJob, simulate
 from holdfast_lab.simulate.outcome import CAUSES_OF_PARTS, PARTS
 from holdfast_lab.simulate.reading import OutageSpan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.report.iteration_cost import crossing, iteration_cost, levels, trailing_mean
+from holdfast.tools.iteration_cost import crossing, iteration_cost, levels, trailing_mean
 from holdfast_lab.studies.scar.kappa import kappa, kappa_within
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.report import write_page
+from holdfast.observe.page.html import write_page
 from holdfast_lab.pages.study import claim_lines, render_study, shown_section
 from holdfast_lab.studies import STUDIES, carry_out
 from holdfast_lab.studies.base import (

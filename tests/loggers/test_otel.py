@@ -14,7 +14,7 @@ import itertools
 from logged import LOGGED, LOGGED_JOB
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from holdfast.report.goodput import RECOVERY_PARTS
+from holdfast.summary.goodput import RECOVERY_PARTS
 
 
 class Collector(http.server.BaseHTTPRequestHandler):

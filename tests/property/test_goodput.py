@@ -19,7 +19,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.goodput import CAUSES, RECOVERY_PARTS, TimeAccount, goodput_of
+from holdfast.summary.goodput import CAUSES, RECOVERY_PARTS, TimeAccount, goodput_of
 
 START = {
     "fabric": "gloo", "strategy": "rollback", "seed": 0, "workers": 3, "slices": 3, "order": "fold", "split": "slices",

@@ -14,7 +14,8 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerEnded,
 )
-from holdfast.report import build_report, demo_rows
+from holdfast.summary.build import build_report
+from holdfast_lab.pages.demo import demo_rows
 
 STEPS, BATCH, PACE_S = 120, 120, 0.041
 KILLS = ((1, 31, "allreduce"), (3, 78, "backward"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.report.goodput import CAUSES
+from holdfast.summary.goodput import CAUSES
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
 COMMAND = "holdfast run -n 4 --checkpoint-dir ckpt --dashboard 8080 train.py --epochs 3"

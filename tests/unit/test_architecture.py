@@ -68,7 +68,6 @@ MAY_IMPORT = {
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},
     "distributed": {
         "errors",
-        "integrations.discovery",
         "config",
         "engine.start_rank",
         "records",
@@ -92,23 +91,26 @@ MAY_IMPORT = {
         "state.manager",
         "distributed",
         "launch",
+        "observe.terminal",
     },
-    "report": {"errors", "recovery", "records"},
-    "observe": {"errors", "records", "report", "data.assignment"},
+    "summary": {"errors", "recovery.decisions", "records"},
+    "observe": {"errors", "records", "summary", "data.assignment", "launch"},
     "tools": {
         "errors",
-        "config",
+        "recovery",
         "comm",
         "data",
+        "integrity.hash_chain",
         "models",
         "state",
         "session",
         "records",
+        "config",
         "checkpoint",
-        "integrity.hash_chain",
-        "recovery",
+        "summary.files",
         "launch",
-        "report",
+        "observe.report_text",
+        "observe.terminal",
     },
     "launch": {
         "errors",
@@ -120,9 +122,7 @@ MAY_IMPORT = {
         "records",
         "membership",
         "faults.plan",
-        "report",
-        "observe",
-        "tools.debug",
+        "summary",
     },
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
@@ -147,13 +147,21 @@ MAY_IMPORT = {
     },
     "lab.counting": {"holdfast.comm"},
     "lab.memory": {"holdfast.comm", "holdfast.models.part"},
-    "lab.pages": {"holdfast.errors", "holdfast.records", "holdfast.report"},
+    "lab.pages": {
+        "holdfast.errors",
+        "holdfast.records",
+        "holdfast.summary.files",
+        "holdfast.observe.page",
+        "holdfast.observe.report_text",
+    },
     "lab.studies": {
         "holdfast",
         "holdfast.errors",
         "holdfast.records",
         "holdfast.recovery",
-        "holdfast.report",
+        "holdfast.summary.files",
+        "holdfast.tools.against",
+        "holdfast.tools.iteration_cost",
         "holdfast.checkpoint",
         "holdfast.comm",
         "holdfast.faults",
@@ -171,10 +179,14 @@ MAY_IMPORT = {
 
 EVERYTHING = {"cli", "lab.commands", "__init__", "__main__", "lab.__init__"}
 
+OUTER = {"distributed", "integrations", "observe", "tools"}
+"""Rooms around the core: doors, displays and tools."""
+
 WITHOUT_TORCH = (
     "errors",
     "base.clock",
     "base.device_errors",
+    "base.formatting",
     "base.lazy",
     "base.notice",
     "base.on_import",
@@ -196,18 +208,19 @@ WITHOUT_TORCH = (
     "records",
     "membership",
     "recovery",
-    "report",
+    "summary",
     "observe",
-    "tools.debug",
+    "tools.against",
     "tools.certificate",
+    "tools.debug",
     "tools.divergence",
+    "tools.iteration_cost",
     "tools.replay",
     "launch",
     "cli",
     "faults.points",
     "faults.plan",
     "integrity.hash_chain",
-    "integrations.discovery",
     "integrations.ray.configs",
     "integrations.ray.function",
     "integrations.ray.jobs",
@@ -279,6 +292,38 @@ def test_a_file_imports_only_what_its_room_may():
     assert found == {}
 
 
+def outward_imports(source: str, room: str) -> list[str]:
+    """Return the imports of an outer ring in a file of ``room``; none if the room may reach all rings, or stands in one."""
+    if room in EVERYTHING | OUTER or room.startswith("lab."):
+        return []
+    return [name for _, name in imports_of(ast.parse(source)) if OUTER.intersection(name.split(".")[1:2])]
+
+
+def test_the_core_imports_no_outer_ring():
+    outward = {
+        str(path.relative_to(SOURCE)): names
+        for path in FILES
+        if (names := outward_imports(path.read_text(), room_of(path)))
+    }
+
+    assert outward == {}
+    assert not any(name.split(".")[0] in OUTER for room in MAY_IMPORT.keys() - OUTER for name in MAY_IMPORT[room])
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "is_outward"),
+    [
+        ("launch", "def f():\n    from holdfast.observe.page.html import write_page", True),
+        ("session", "from holdfast import distributed", True),
+        ("launch", "from holdfast.summary.build import build_report", False),
+        ("cli", "from holdfast.observe.page.html import write_page", False),
+        ("tools", "from holdfast.observe.page.html import write_page", False),
+    ],
+)
+def test_an_outward_import_is_found(room, line, is_outward):
+    assert bool(outward_imports(line, room)) is is_outward
+
+
 def test_the_runtime_imports_nothing_of_the_laboratory():
     found = {
         str(path.relative_to(SOURCE)): name
@@ -300,8 +345,8 @@ def test_the_runtime_imports_nothing_of_the_laboratory():
         ("lab.workloads", "from holdfast.session.session import Session"),
         ("membership", "from holdfast.comm.base import Communicator"),
         ("engine", "from holdfast.membership import open_store"),
-        ("report", "def f():\n    from holdfast.config import Settings"),
-        ("report", "from holdfast_lab.pages.study import figures"),
+        ("summary", "def f():\n    from holdfast.config import Settings"),
+        ("summary", "from holdfast_lab.pages.study import figures"),
         ("errors", "from holdfast import events"),
     ],
 )
@@ -371,7 +416,7 @@ def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [("a", "b", "c")]
 
 
-BEFORE_A_COMMAND = ("errors", "base", "config", "launch.job", "report.formatting")
+BEFORE_A_COMMAND = ("errors", "base", "config", "launch.job")
 """What commands need at once: their options, and what says in one line that no more files may be opened."""
 
 

@@ -29,7 +29,7 @@ from holdfast.models.replicated import ReplicatedModel
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.files import read_run
 from holdfast.records.types import Finished, Recovered, RunStarted, StateHashed, StepCommitted
-from holdfast.report.files import write_report
+from holdfast.summary.files import write_report
 from holdfast.tools.certificate import CertifiedSteps
 from holdfast.tools.divergence import compare_runs
 

@@ -14,11 +14,11 @@ import pytest
 from holdfast.base.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch import dashboard as of_dashboard
 from holdfast.launch.control import announce
-from holdfast.launch.dashboard import Dashboard
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
+from holdfast.observe.monitor import dashboard as of_dashboard
+from holdfast.observe.monitor.dashboard import Dashboard
 from holdfast.observe.monitor.feed import Refused
 from holdfast.observe.monitor.token import NAME
 

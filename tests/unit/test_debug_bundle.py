@@ -17,17 +17,22 @@ import pytest
 from holdfast.cli import main
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
+from holdfast.launch import debug_handlers as handlers
+from holdfast.launch import stacks
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
-from holdfast.launch.debugging import BundleWriter, LastStacks, live_source
 from holdfast.launch.job import Job
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
+from holdfast.launch.stacks import LastStacks
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.types import JobRestarted, Recovered, WorkerFenced
-from holdfast.tools.debug import bundle, handlers, stacks
+from holdfast.tools.debug import bundle
 from holdfast.tools.debug.bundle import BundleSource, write_bundle
+from holdfast.tools.debug.bundle_writer import BundleWriter
+from holdfast.tools.debug.flight_recorder import flight_recorder
 from holdfast.tools.debug.redaction import REDACTED, helpful, redact, secrets_of
+from holdfast.tools.debug.running import live_source
 
 PLANTED = "S3cr3t-pl4nted-value"
 
@@ -210,7 +215,7 @@ def test_a_bundle_of_nothing_is_refused_in_one_line(words, message, tmp_path, mo
 HOLDS_THE_GIL = """
     import ctypes, sys
     from pathlib import Path
-    from holdfast.tools.debug.stacks import stack_path, write_stacks_on_signal
+    from holdfast.launch.stacks import stack_path, write_stacks_on_signal
     write_stacks_on_signal(stack_path(Path(sys.argv[1]), 3))
     print("ready", flush=True)
     def stuck():
@@ -295,9 +300,9 @@ def test_the_line_of_the_script_is_found_in_both_forms():
 
 
 def test_a_worker_without_handlers_has_no_flight_recorder(tmp_path):
-    assert handlers.flight_recorder(tmp_path / "debug-0.sock") == "(not served: start the job with --debug-handlers)"
+    assert flight_recorder(tmp_path / "debug-0.sock") == "(not served: start the job with --debug-handlers)"
     (tmp_path / "debug-0.sock").touch()
-    assert handlers.flight_recorder(tmp_path / "debug-0.sock").startswith("(no answer: ")
+    assert flight_recorder(tmp_path / "debug-0.sock").startswith("(no answer: ")
 
 
 def test_a_worker_serves_the_flight_recorder_of_torch_at_a_socket(tmp_path):
@@ -305,7 +310,7 @@ def test_a_worker_serves_the_flight_recorder_of_torch_at_a_socket(tmp_path):
 
     assert handlers.serve_handlers(path) == ""
     try:
-        assert handlers.flight_recorder(path).startswith(("(empty: ", "{"))
+        assert flight_recorder(path).startswith(("(empty: ", "{"))
     finally:
         handlers._serving.clear()
     long = tmp_path / ("x" * 120)
@@ -367,7 +372,7 @@ def test_a_restart_of_the_job_counts_its_generations_anew(tmp_path, monkeypatch)
 
 
 def test_only_the_draft_of_this_launcher_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.launch.debugging._BUNDLE_S", -1.0)
+    monkeypatch.setattr("holdfast.tools.debug.bundle_writer._BUNDLE_S", -1.0)
     other = tmp_path / ".20260101-000000-1-1-recovery-step-5.tar.gz.7.draft"
     other.touch()
     popen, own = subprocess.Popen, []

@@ -21,8 +21,8 @@ from holdfast.records.event_log import EventLog
 from holdfast.records.files import complete_lines, load_events, read_event_files
 from holdfast.records.paths import event_files, events_path
 from holdfast.records.types import StepCommitted
-from holdfast.report import write_report
-from holdfast.report.against import read_losses
+from holdfast.summary.files import write_report
+from holdfast.tools.against import read_losses
 from holdfast.tools.debug.bundle import BundleSource, write_bundle
 
 

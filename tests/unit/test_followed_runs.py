@@ -11,11 +11,11 @@ import pytest
 from view_runs import a_kill, begun, finished, steps
 
 from holdfast.errors import ConfigError
-from holdfast.launch.dashboards import serve_runs
+from holdfast.observe.monitor.dashboards import serve_runs
 from holdfast.observe.monitor.feed import Refused
 from holdfast.observe.monitor.followed import FollowedFolder
 from holdfast.records.encoding import record_to_dict
-from holdfast.report import write_report
+from holdfast.summary.files import write_report
 
 BAD = "<img src=x onerror=alert(1)>"
 

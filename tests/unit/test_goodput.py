@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.observe.terminal.table import summary_lines
 from holdfast.records.types import (
     CheckpointSaved,
     FailureSeen,
@@ -15,8 +16,9 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report import build_report, goodput, summary_lines
-from holdfast.report.goodput import TimeAccount, goodput_of
+from holdfast.summary import goodput
+from holdfast.summary.build import build_report
+from holdfast.summary.goodput import TimeAccount, goodput_of
 
 
 def started(t_s, step=0, rank=0, **settings):

@@ -13,11 +13,11 @@ from holdfast.config import Settings
 from holdfast.data import seeds
 from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted
-from holdfast.report.platforms import workers_platforms
 from holdfast.state import gpu_check, platform_check
 from holdfast.state.gpu_check import describe_gpu, driver_of
 from holdfast.state.gpu_platform import GpuDescription, gpu_properties, line_of, promise_of
 from holdfast.state.platform import FIELDS, between, number_of
+from holdfast.summary.platforms import workers_platforms
 
 EXACT = GpuDescription(
     name="NVIDIA H100 80GB HBM3", multiprocessors=132, driver="580.65.06", cuda="13.0", cudnn="91002", cublas="13.0.2",

@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.launch.live import PlainView, RunStatus, _panel
+from holdfast.launch.run_view import RunStatus
+from holdfast.observe.terminal.views import PlainView, _panel
 from holdfast.records.types import (
     DeviceLost,
     FaultFired,
@@ -20,7 +21,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.event_lines import EventFormatter
+from holdfast.summary.event_lines import EventFormatter
 
 START = RunStarted(
     t_s=0.0, rank=0, step=0, fabric="gloo", strategy="rollback", seed=0, workers=3, slices=4, order="fold", split="slices",

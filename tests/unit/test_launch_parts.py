@@ -24,14 +24,15 @@ from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
-from holdfast.launch.live import RunStatus, RunView, make_view
 from holdfast.launch.node_faults import KillSchedule
 from holdfast.launch.processes import Process, WatchedWorker, children_of, descendants_of, end_gently, wait_for_end
 from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.run_view import RunStatus, RunView
 from holdfast.launch.stopping import StopProcedure
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
+from holdfast.observe.terminal.views import make_view
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.paths import stop_path
@@ -45,7 +46,7 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerEnded,
 )
-from holdfast.report.event_lines import EventFormatter
+from holdfast.summary.event_lines import EventFormatter
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
 

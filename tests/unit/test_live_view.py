@@ -30,7 +30,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report import build_report
+from holdfast.summary.build import build_report
 
 
 def shown(records, *, started=range(3), spares=(3,), end_s=6.0, **info):

@@ -7,15 +7,17 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line
+from holdfast.launch.displays import DisplayedJob
 from holdfast.launch.job import Job
-from holdfast.launch.loggers import check_targets, find_leftovers, open_loggers
 from holdfast.observe.loggers.leftovers import Leftovers, RunRecords, mark_run
+from holdfast.observe.loggers.log_to import LoggerDisplay
 from holdfast.observe.loggers.mlflow import metric_name
 from holdfast.observe.loggers.recoveries import RecoveryTrace
 from holdfast.observe.loggers.sink import GAP_S, MOST_UNWRITTEN, LoggerSink
@@ -494,7 +496,7 @@ def test_without_its_package_the_message_says_how_to_get_it(monkeypatch, kind):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(ConfigError, match=rf"--log-to {kind} needs a package: pip install 'holdfast\[{kind}\]'"):
-        check_targets(job(f"{kind}:x"))
+        LoggerDisplay().check(job(f"{kind}:x"))
 
 
 @pytest.fixture
@@ -505,10 +507,10 @@ def installed(monkeypatch):
 @pytest.mark.usefixtures("installed")
 def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path):
     (tmp_path / "events.out.tfevents.1.host.1.0").touch()
-    check_targets(job(f"tensorboard:{tmp_path}", resume=True, checkpoint_dir="c"))
+    LoggerDisplay().check(job(f"tensorboard:{tmp_path}", resume=True, checkpoint_dir="c"))
 
     with pytest.raises(ConfigError, match="has the event files of an earlier run; continue that run with --resume, or"):
-        check_targets(job(f"tensorboard:{tmp_path}"))
+        LoggerDisplay().check(job(f"tensorboard:{tmp_path}"))
 
 
 THREE = "holdfast://127.0.0.1:29400,127.0.0.1:29401,127.0.0.1:29402"
@@ -519,23 +521,29 @@ def node(rank, folder, **settings):
     return dataclasses.replace(given, nnodes=3, node_rank=rank, rdzv=THREE)
 
 
+def opened(job, run_dir, say, *, is_late=False):
+    paths = SimpleNamespace(run_dir=run_dir)
+    displayed = DisplayedJob(job=job, paths=paths, running=None, clock=None, say=say, is_late=is_late)
+    return LoggerDisplay().open(displayed)
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_node_that_comes_back_to_its_log_is_not_refused(tmp_path):
     (tmp_path / "events.out.tfevents.1.host.1.0").touch()
     for rank in range(3):
-        check_targets(node(rank, tmp_path))
+        LoggerDisplay().check(node(rank, tmp_path))
     run_id, said = tmp_path / ".holdfast-run-id", []
     run_id.write_text("first\n")
     back = node(0, tmp_path, checkpoint_dir=str(tmp_path))
 
-    assert open_loggers(back, None, said.append, tmp_path, Leftovers(""), is_late=True) == []
+    assert opened(back, tmp_path, said.append, is_late=True) == []
     assert (run_id.read_text(), said) == (
         "first\n",
         ["nothing is logged until the job is resumed: it had begun before this launcher arrived (--log-to)"],
     )
-    assert open_loggers(node(1, tmp_path), None, print, tmp_path, Leftovers(""), is_late=True) == []
+    assert opened(node(1, tmp_path), tmp_path, print, is_late=True) == []
     with pytest.raises(ConfigError, match="has the event files of an earlier run"):
-        open_loggers(back, None, print, tmp_path, Leftovers(""))
+        opened(back, tmp_path, print)
 
 
 @pytest.mark.usefixtures("installed")
@@ -543,7 +551,7 @@ def test_a_folder_that_cannot_be_written_is_refused():
     with pytest.raises(
         ConfigError, match="--log-to tensorboard:/dev/null/x: the folder /dev/null/x cannot be written: "
     ):
-        check_targets(job("tensorboard:/dev/null/x"))
+        LoggerDisplay().check(job("tensorboard:/dev/null/x"))
 
 
 @pytest.mark.usefixtures("installed")
@@ -556,13 +564,13 @@ def test_a_job_without_a_key_for_wandb_is_refused(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="--log-to wandb:x: W&B has no API key: run wandb login, or set WANDB_API_KEY"
     ):
-        check_targets(job("wandb:x"))
-    check_targets(dataclasses.replace(job("wandb:x"), nnodes=2, node_rank=1))
+        LoggerDisplay().check(job("wandb:x"))
+    LoggerDisplay().check(dataclasses.replace(job("wandb:x"), nnodes=2, node_rank=1))
 
     for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline")):
         with monkeypatch.context() as given:
             given.setenv(name, value)
-            check_targets(job("wandb:x"))
+            LoggerDisplay().check(job("wandb:x"))
     for file, text in (
         ("netrc", "machine api.wandb.ai login user password x"),
         (".config/wandb/settings", "[default]\nmode = offline\n"),
@@ -570,16 +578,16 @@ def test_a_job_without_a_key_for_wandb_is_refused(tmp_path, monkeypatch):
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        check_targets(job("wandb:x"))
+        LoggerDisplay().check(job("wandb:x"))
         path.write_text("nonsense")
         with pytest.raises(ConfigError, match="no API key"):
-            check_targets(job("wandb:x"))
+            LoggerDisplay().check(job("wandb:x"))
 
 
 @pytest.mark.usefixtures("installed")
 def test_an_endpoint_is_a_url():
     with pytest.raises(ConfigError, match="--log-to otel:localhost: the endpoint must be a URL, such as otel:http://"):
-        check_targets(job("otel:localhost"))
+        LoggerDisplay().check(job("otel:localhost"))
 
 
 @pytest.mark.parametrize(
@@ -597,12 +605,12 @@ def test_a_database_of_mlflow_needs_the_full_package(monkeypatch, target, variab
     monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
 
     if what is None:
-        check_targets(job(target))
+        LoggerDisplay().check(job(target))
     else:
         with pytest.raises(
             ConfigError, match=f"{what}, which needs the full package: pip install mlflow; or name a folder"
         ):
-            check_targets(job(target))
+            LoggerDisplay().check(job(target))
 
 
 @pytest.mark.usefixtures("installed")
@@ -611,13 +619,13 @@ def test_a_run_whose_checkpoints_are_remote_needs_an_id_to_resume(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"--log-to mlflow cannot find out which run to resume.*: set HOLDFAST_RUN_ID to"
     ):
-        check_targets(remote)
+        LoggerDisplay().check(remote)
 
     monkeypatch.setenv("HOLDFAST_RUN_ID", "run-7")
-    check_targets(remote)
+    LoggerDisplay().check(remote)
     monkeypatch.setenv("HOLDFAST_RUN_ID", "run 7")
     with pytest.raises(ConfigError, match="HOLDFAST_RUN_ID must have 1 to 64 letters, digits, - and _, got 'run 7'"):
-        check_targets(remote)
+        LoggerDisplay().check(remote)
 
 
 def test_the_command_that_resumes_logs_to_the_same_targets():
@@ -627,8 +635,10 @@ def test_the_command_that_resumes_logs_to_the_same_targets():
 def test_nothing_is_looked_for_without_a_logger(tmp_path):
     given = job(resume=True, checkpoint_dir=str(tmp_path))
 
-    assert find_leftovers(given).runs == ()
-    assert open_loggers(given, None, print, tmp_path, Leftovers("")) == []
+    loggers = LoggerDisplay()
+    loggers.prepare(given)
+    assert loggers._earlier.runs == ()
+    assert opened(given, tmp_path, print) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,8 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.job import Job
-from holdfast.launch.sinks import check_sinks, host_and_port
+from holdfast.observe.address import host_and_port
+from holdfast.observe.displays import MetricsDisplay
 from holdfast.observe.monitor.metrics import BUCKETS_S, METRICS, Observations, RunMetrics
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import (
@@ -28,7 +29,7 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerEnded,
 )
-from holdfast.report import build_report
+from holdfast.summary.build import build_report
 
 ROOT = Path(__file__).parents[2]
 START = {
@@ -294,13 +295,13 @@ def test_other_addresses_are_refused(given):
 def test_options_are_checked_before_anything_starts(options, message):
     pytest.importorskip("prometheus_client", reason="install the dependency group dev")
     with pytest.raises(ConfigError, match=message):
-        check_sinks(Job(script=Path("s.py"), settings=Settings(), **options))
+        MetricsDisplay().check(Job(script=Path("s.py"), settings=Settings(), **options))
 
 
 def test_without_prometheus_client_the_message_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--metrics-port needs prometheus-client: pip install 'holdfast\[monitor\]'"):
-        check_sinks(Job(script=Path("s.py"), settings=Settings(), metrics_port="9400"))
+        MetricsDisplay().check(Job(script=Path("s.py"), settings=Settings(), metrics_port="9400"))
 
 
 def series():

@@ -20,8 +20,9 @@ from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.models.gradients import BucketLayout
 from holdfast.models.overlap import OverlapCost, OverlappedOptimizer, UndoCopy
 from holdfast.models.training_state import state_sha256
+from holdfast.observe.terminal.table import summary_lines
 from holdfast.records.files import read_run
-from holdfast.report import build_report, summary_lines
+from holdfast.summary.build import build_report
 
 KINDS = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),

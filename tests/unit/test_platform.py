@@ -16,10 +16,10 @@ from train_kinds import train
 from holdfast.config import Settings
 from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted, WorkerRefused
-from holdfast.report import build_report
 from holdfast.state import platform_check
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
 from holdfast.state.platform_check import compare_platforms, compare_with_others, cpu_model, platform_of_worker
+from holdfast.summary.build import build_report
 
 AVX512 = {"capability": "AVX512", "cpu": "A 1", "torch": "2.0", "threads": "1", "kernels": "77"}
 AVX2 = AVX512 | {"capability": "AVX2", "kernels": "88"}

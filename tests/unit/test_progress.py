@@ -17,7 +17,7 @@ from holdfast.checkpoint.save import write_tensors
 from holdfast.checkpoint.storage import open_storage
 from holdfast.cli import progress as module
 from holdfast.cli.progress import Reporter, progress
-from holdfast.report.bar import bar_line
+from holdfast.observe.terminal.bar import bar_line
 from holdfast.tools.checkpoints.convert import convert
 from holdfast.tools.checkpoints.counted import CountedStorage
 from holdfast.tools.checkpoints.source import saved_source

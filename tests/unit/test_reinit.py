@@ -12,13 +12,13 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.errors import ConfigError, ScriptError, Unwind
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.observe.report_text import happenings
 from holdfast.records.files import read_run
 from holdfast.records.types import Recovered, Reinitialised
 from holdfast.recovery import Reinit
 from holdfast.recovery.messages import LOADING, CatchUp, LoadCheckpoint, Progress, ProgressKnown, Reinitialise
-from holdfast.report.build import build_report
-from holdfast.report.formatting import happenings
 from holdfast.session.reinit_context import application
+from holdfast.summary.build import build_report
 
 STEPS = 12
 """Of one loop."""

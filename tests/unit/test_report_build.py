@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.observe.report_text import headline
+from holdfast.observe.terminal.table import summary_lines
 from holdfast.records.files import load_events
 from holdfast.records.types import (
     CheckpointSaved,
@@ -28,15 +30,9 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report import (
-    build_report,
-    demo_rows,
-    headline,
-    load_report,
-    load_results,
-    summary_lines,
-    write_report,
-)
+from holdfast.summary.build import build_report
+from holdfast.summary.files import load_report, write_report
+from holdfast_lab.pages.demo import demo_rows, load_results
 
 
 def started(t_s, ranks, step=0, **settings):
@@ -575,9 +571,9 @@ def test_a_demo_compares_with_its_first_run():
     assert second["accuracy_loss"] == pytest.approx(0.05)
 
 
-def test_the_report_room_loads_neither_torch_nor_matplotlib():
+def test_report_table_and_page_load_neither_torch_nor_matplotlib():
     code = (
-        "import sys, holdfast.report as room; room.build_report; room.write_page; room.summary_lines;"
+        "import sys, holdfast.summary.files, holdfast.observe.terminal.table, holdfast.observe.page.html;"
         "sys.exit(any(m in sys.modules for m in ('torch', 'matplotlib', 'jinja2', 'numpy')))"
     )
 

@@ -20,6 +20,11 @@ from typer.testing import CliRunner
 
 from holdfast.cli.report import report as report_command
 from holdfast.errors import ConfigError
+from holdfast.observe.page import pages
+from holdfast.observe.page.canvas import Canvas
+from holdfast.observe.page.figures import timeline
+from holdfast.observe.page.html import render_run, write_page
+from holdfast.observe.page.timeline import stretches
 from holdfast.records.types import (
     FailureSeen,
     Finished,
@@ -31,21 +36,10 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerFenced,
 )
-from holdfast.report import (
-    build_report,
-    demo_rows,
-    demo_table,
-    pages,
-    render_demo,
-    render_run,
-    write_page,
-    write_report,
-    write_results,
-)
-from holdfast.report.canvas import Canvas
-from holdfast.report.figures import timeline
-from holdfast.report.history import History
-from holdfast.report.timeline import stretches
+from holdfast.summary.build import build_report
+from holdfast.summary.files import write_report, write_results
+from holdfast.summary.history import History
+from holdfast_lab.pages.demo import demo_rows, demo_table, render_demo
 
 
 def texts(page):
@@ -200,7 +194,7 @@ def test_the_same_records_make_the_same_page_whatever_the_order_of_sets(tmp_path
     given = tmp_path / "given"
     given.write_bytes(pickle.dumps((report, records)))
     code = (
-        "import pickle, sys; from pathlib import Path; from holdfast.report.html import render_run; "
+        "import pickle, sys; from pathlib import Path; from holdfast.observe.page.html import render_run; "
         "sys.stdout.write(render_run(*pickle.loads(Path(sys.argv[1]).read_bytes())))"
     )
 
@@ -531,7 +525,7 @@ def test_a_page_of_one_run_has_its_place(tmp_path):
 
 
 def test_a_page_may_show_an_argument_that_is_no_text_and_is_utf_8_in_every_locale(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.report.html.draw_results", lambda directory: "· \udcff")
+    monkeypatch.setattr("holdfast.observe.page.html.draw_results", lambda directory: "· \udcff")
     monkeypatch.setattr("locale.getencoding", lambda: "ascii")
 
     assert write_page(tmp_path).read_bytes() == "· \\udcff".encode()

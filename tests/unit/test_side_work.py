@@ -27,7 +27,7 @@ from holdfast.engine import exits
 from holdfast.launch import health, killed_workers, watcher
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.killed_workers import KilledWorkers
-from holdfast.launch.live import RunStatus, SteadyView
+from holdfast.launch.run_view import RunStatus, SteadyView
 from holdfast.membership import Hub, open_store
 from holdfast.membership import server as hub_server
 from holdfast.records import beacon as beacons

@@ -11,14 +11,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from rich.console import Console
 
-from holdfast.launch import live
-from holdfast.launch.live import LiveView, PlainView, RunStatus, _panel, make_view, progress_line
+from holdfast.base.formatting import rough, speed, timer
+from holdfast.launch.run_view import RunStatus
 from holdfast.launch.starting import StartupStatus
 from holdfast.launch.waiting_for import what_workers_wait_for
+from holdfast.observe.terminal import views as live
+from holdfast.observe.terminal.views import LiveView, PlainView, _panel, make_view, progress_line
 from holdfast.records.activity import current_activity
 from holdfast.records.beacon import Beacon, Pulse
-from holdfast.report.formatting import rough, speed, timer
-from holdfast.report.step_times import StepTimes
+from holdfast.summary.step_times import StepTimes
 
 # -- what a job waits for
 

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
 
+def named(place: str) -> Any:
+    """Import what a text such as ``"package.module:Class"`` names, and return it."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 class Registry:
     """Classes by name.
 
@@ -41,8 +47,7 @@ class Registry:
             ConfigError: if the name is unknown, or its entry point is not a subclass of ``base``.
         """
         if name in self._built_in:
-            module, _, attribute = self._built_in[name].partition(":")
-            return getattr(importlib.import_module(module), attribute)
+            return named(self._built_in[name])
         matches = [point for point in self._offered() if point.name == name]
         if not matches:
             raise ConfigError(f"{self._what} must be one of {', '.join(self.names())}, got {name!r}")

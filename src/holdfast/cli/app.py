@@ -12,6 +12,7 @@ import typer
 from typer import Option
 
 from holdfast.base import system_errors
+from holdfast.base.formatting import clean
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.dashboard import dashboard
@@ -28,7 +29,6 @@ from holdfast.cli.tables import need_command
 from holdfast.cli.top import top
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
-from holdfast.report.formatting import clean
 
 app = typer.Typer(
     name="holdfast",

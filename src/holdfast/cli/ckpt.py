@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from holdfast.base.formatting import size
 from holdfast.cli.progress import progress
 from holdfast.cli.tables import count, moment, need_command, print_json, say, table, warn, warn_of
 from holdfast.errors import CheckpointMissing, ConfigError
-from holdfast.report.formatting import size
 
 if TYPE_CHECKING:
     from holdfast.tools.checkpoints.compare import Comparison, TensorDiff

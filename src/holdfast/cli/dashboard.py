@@ -28,7 +28,7 @@ def dashboard(
 
     Example: holdfast dashboard out-1 out-2
     """
-    from holdfast.launch.dashboards import serve_runs
+    from holdfast.observe.monitor.dashboards import serve_runs
 
     with contextlib.suppress(KeyboardInterrupt), sigterm_as_interrupt():  # the file with the token is removed
         serve_runs(directories or [], port, lambda line: print(f"holdfast: {line}", file=sys.stderr, flush=True))

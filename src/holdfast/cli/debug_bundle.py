@@ -58,7 +58,7 @@ def _running(directory: Path | None, number: int | None) -> RunningJob | None:
 
 
 def _live(running: RunningJob) -> BundleSource:
-    from holdfast.launch.debugging import live_source
+    from holdfast.tools.debug.running import live_source
 
     return live_source(running)
 

@@ -38,7 +38,7 @@ def diff_runs(
     """
     from holdfast.errors import ConfigError
     from holdfast.records.files import load_events
-    from holdfast.report.files import load_report
+    from holdfast.summary.files import load_report
     from holdfast.tools.certificate import CertifiedSteps
     from holdfast.tools.divergence import compare_runs, different_settings, first_saved_difference
 

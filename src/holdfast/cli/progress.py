@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from holdfast.report.formatting import clean, rough, timer
+from holdfast.base.formatting import clean, rough, timer
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -138,7 +138,7 @@ class _BarProgress(Reporter):
         self.live.console.print(Text(clean(text)), soft_wrap=True)
 
     def __rich__(self) -> Table:
-        from holdfast.report.bar import bar_line
+        from holdfast.observe.terminal.bar import bar_line
 
         left = f"  {rough(max(1.0, self.left_s))} left" if self.left_s else ""
         return bar_line(self.text, self.share, f"{timer(self.elapsed_s)}{left}", self.live.console.width)

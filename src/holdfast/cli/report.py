@@ -33,8 +33,8 @@ def report(
     Example: holdfast report undisturbed killed --out comparison.html
     """
     from holdfast.errors import ConfigError
-    from holdfast.report import write_page
-    from holdfast.report.comparison import write_comparison
+    from holdfast.observe.page.comparison import write_comparison
+    from holdfast.observe.page.html import write_page
 
     first, *other_directories = directories
     if not other_directories and out is not None:

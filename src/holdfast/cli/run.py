@@ -133,7 +133,7 @@ def _launch(job: Job, arguments: RunArguments) -> int:
     """Run the job and show how it ended; return the exit code."""
     from holdfast.launch.hash_seed import hash_seed_line
     from holdfast.launch.launcher import launch
-    from holdfast.launch.live import make_view
+    from holdfast.observe.terminal.views import make_view
 
     if line := hash_seed_line(job.settings):
         print(f"holdfast: {line}", file=sys.stderr)
@@ -290,7 +290,7 @@ def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
     """Check ``--baseline`` before anything runs; the ConfigError names the option."""
     if baseline is None:
         return
-    from holdfast.report.against import read_losses
+    from holdfast.tools.against import read_losses
 
     if report_dir is None:
         raise ConfigError(f"--baseline {baseline} needs --report DIR, from which this run's losses are read")
@@ -299,8 +299,8 @@ def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
 
 def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
     """Add the cost of failures, in steps relative to a failure-free run, to the report."""
-    from holdfast.report import save_report
-    from holdfast.report.against import cost_against
+    from holdfast.summary.files import save_report
+    from holdfast.tools.against import cost_against
 
     try:
         report["iteration_cost"] = cost_against(report_dir, baseline)
@@ -311,8 +311,8 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
 
 def _show(outcome: JobOutcome, report_dir: Path | None, *, as_json: bool) -> None:
     """Print the summary, then why the run failed: a traceback comes last, where it is visible."""
-    from holdfast.report import summary_lines
-    from holdfast.report.formatting import is_distributed
+    from holdfast.observe.report_text import is_distributed
+    from holdfast.observe.terminal.table import summary_lines
 
     if as_json:
         print(json.dumps(outcome.report, indent=1))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from holdfast.report.formatting import DASH, clean, percent, rough, seconds, size, speed, timer
+from holdfast.base.formatting import DASH, clean, percent, rough, seconds, size, speed, timer
 
 if TYPE_CHECKING:
-    from holdfast.launch.observed import ObservedWorker
+    from holdfast.observe.monitor.observed import ObservedWorker
 
 WORKER_COLUMNS = ("worker", "state", "step>", "pid>", "cpu>", "memory>", "for>", "")
 """Headings of the rows of workers; ``>`` is a column of numbers."""

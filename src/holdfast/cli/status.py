@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from holdfast.base.formatting import DASH
 from holdfast.cli.tables import count, print_json, say, table
 from holdfast.errors import ConfigError
-from holdfast.report.formatting import DASH
 
 if TYPE_CHECKING:
     from holdfast.launch.control import RunningJob
-    from holdfast.launch.observed import ObservedJob, ObservedWorker
+    from holdfast.observe.monitor.observed import ObservedJob, ObservedWorker
 
 _NOTHING_RUNS = 1
 _STOPPED = 4
@@ -65,7 +65,7 @@ def _reports_to(job: RunningJob, directory: Path) -> bool:
 
 
 def _show_job(running: RunningJob, *, as_json: bool) -> int:
-    from holdfast.launch.observed import ObservedJob
+    from holdfast.observe.monitor.observed import ObservedJob
 
     job = ObservedJob(running)
     job.poll()
@@ -90,7 +90,7 @@ def _state(job: ObservedJob) -> dict[str, Any]:
 
 def _show_folder(directory: Path, *, as_json: bool) -> int:
     from holdfast.observe.monitor.followed import FollowedFolder
-    from holdfast.report.files import load_report
+    from holdfast.summary.files import load_report
 
     run = FollowedFolder(directory, directory.resolve().name)
     has_ended = (directory / "report.json").is_file()
@@ -140,8 +140,8 @@ def _without_empty(heads: Sequence[str], rows: list[tuple[str, ...]]) -> tuple[l
 
 
 def _list(running: list[RunningJob], *, as_json: bool) -> int:
-    from holdfast.launch.observed import ObservedJob
-    from holdfast.report.formatting import rough
+    from holdfast.base.formatting import rough
+    from holdfast.observe.monitor.observed import ObservedJob
 
     jobs = [ObservedJob(one) for one in running]
     for job in jobs:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from holdfast.report.formatting import clean
+from holdfast.base.formatting import clean
 
 if TYPE_CHECKING:
     from rich.console import Console

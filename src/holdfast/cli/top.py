@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from holdfast.launch.observed import ObservedJob
+    from holdfast.observe.monitor.observed import ObservedJob
 
 _NOTHING_RUNS = 1
 _SHORTEST_S, _LONGEST_S = 0.1, 60.0
@@ -58,7 +58,7 @@ class _Jobs:
     def poll(self) -> list[ObservedJob]:
         """Return them, up to date, in the order of their launchers' PIDs."""
         from holdfast.launch.control import running_jobs
-        from holdfast.launch.observed import ObservedJob
+        from holdfast.observe.monitor.observed import ObservedJob
 
         jobs: dict[str, ObservedJob] = {}
         for running in running_jobs():
@@ -118,8 +118,8 @@ def _job_lines(job: ObservedJob, width: int, room: int) -> list[RenderableType]:
     """Return a job in at most so many lines: first what matters most."""
     from rich.text import Text
 
+    from holdfast.base.formatting import timer
     from holdfast.cli.run_text import event_lines, facts
-    from holdfast.report.formatting import timer
 
     state = job.live.full(job.now_s())
     entries = facts(state, job.waits_for)

@@ -24,7 +24,7 @@ def autoload() -> None:
     It is defined above the import of torch, which calls it before that import ends. Lightning has no entry point for
     strategies, so theirs begins here.
     """
-    from holdfast.integrations.discovery import install
+    from holdfast.distributed.discovery import install
 
     install()
 

@@ -27,14 +27,14 @@ from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Process, WatchedWorker, end, end_without_files, pair_path, start, this_node
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.slots import Slots
+from holdfast.launch.stacks import stack_path
 from holdfast.launch.starting import StartupStatus
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
 from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
-from holdfast.report.event_lines import cause_of_death
-from holdfast.tools.debug.stacks import stack_path
+from holdfast.summary.event_lines import cause_of_death
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"

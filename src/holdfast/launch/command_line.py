@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from holdfast.base.options import fields_of
 from holdfast.config import Settings
 from holdfast.launch.job import MAX_RESPAWNS, Job
-from holdfast.observe.loggers.targets import without_password
 
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page", "log_to")
 """Fields whose options :func:`command_line` writes in a special way, or omits."""
@@ -24,6 +24,10 @@ OPTIONS, _JOB_OPTIONS = (
     for kind in (Settings, Job)
 )
 """Option, field name, and whether the option has no value."""
+
+HIDDEN = "***"
+"""Stands for a password."""
+_USER_IN_URL = re.compile(r"(?P<scheme>://)(?P<user>[^/?#:@]*:)?[^/?#]*@")
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
@@ -38,7 +42,7 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
     words += _output_tail(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
     for target in job.log_to:
-        words += ["--log-to", without_password(target)]
+        words += ["--log-to", _without_password(target)]
     for fault in faults:
         words += ["--inject", fault]
     return shlex.join([*words, *job.words])
@@ -59,6 +63,11 @@ def _word(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _without_password(text: str) -> str:
+    """Return a target of ``--log-to`` as it may be published: :data:`HIDDEN` stands for the password, or the token, in its URL."""
+    return _USER_IN_URL.sub(lambda match: f"{match['scheme']}{match['user'] or ''}{HIDDEN}@", text)
 
 
 def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:

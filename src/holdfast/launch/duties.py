@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.base.formatting import count, listing
 from holdfast.records.texts import UNDER_RANK_0, USE_IS_LEAD
 from holdfast.records.types import (
     CollectiveAwaited,
@@ -14,8 +15,7 @@ from holdfast.records.types import (
     SeatTaken,
     WriterDeclared,
 )
-from holdfast.report.formatting import count, listing
-from holdfast.report.history import is_distributed
+from holdfast.summary.history import is_distributed
 
 
 @dataclass(slots=True)

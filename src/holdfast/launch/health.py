@@ -11,18 +11,17 @@ from holdfast.base.side_work import run_aside
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import append
-from holdfast.launch.debugging import OFF, LastStacks
 from holdfast.launch.hangs import HangDetector, StuckWorker
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.processes import WatchedWorker, this_node
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.stacks import OFF, LastStacks, innermost
 from holdfast.launch.starting import StartupFinding, StartupMonitor, StartupStatus
 from holdfast.launch.stragglers import StragglerDetector
 from holdfast.launch.waiting_for import what_workers_wait_for
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
-from holdfast.tools.debug.stacks import innermost
 
 _LOOK_S = 0.25
 _BEFORE_TRAINING = (*UNCONNECTED, "start")

@@ -23,8 +23,8 @@ from holdfast.records.types import (
     StepCommitted,
     WorkerEnded,
 )
-from holdfast.report.event_lines import cause_of_death
-from holdfast.report.lives import at_last_gate
+from holdfast.summary.event_lines import cause_of_death
+from holdfast.summary.lives import at_last_gate
 
 POISON_DEATHS = 3
 """Consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""

@@ -21,7 +21,7 @@ from holdfast.base.side_work import run_aside
 from holdfast.launch.processes import Process
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
-from holdfast.report.event_lines import cause_of_death
+from holdfast.summary.event_lines import cause_of_death
 
 _LAST_THREAD_S = 0.1
 """Time within which the other threads of a killed worker end, too: they must be given a core for it."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from holdfast.base.clock import SystemClock
 from holdfast.base.side_work import run_aside
@@ -17,6 +17,7 @@ from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
 from holdfast.launch.checkpoint_lock import checkpoints_locked
 from holdfast.launch.control import announce, note_wait
+from holdfast.launch.displays import DisplayedJob, Displays
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fork_server import ForkServer, is_useful
@@ -24,8 +25,6 @@ from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome, check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.live import RunStatus, RunView, SteadyView
-from holdfast.launch.loggers import find_leftovers, open_loggers
 from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
@@ -35,17 +34,13 @@ from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import RunPaths
-from holdfast.launch.sinks import check_sinks, open_sinks
+from holdfast.launch.run_view import RunStatus, RunView, SteadyView
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
-from holdfast.observe.loggers.leftovers import Leftovers
 from holdfast.records.event_log import EventLog
 from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
-
-if TYPE_CHECKING:
-    from holdfast.launch.dashboard import Dashboard
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
@@ -65,7 +60,7 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     check(job)
     check_hosts(job)
     check_node_faults(job)
-    check_sinks(job)
+    Displays().check(job)
     check_gpus(job.gpus, elsewhere=bool(job.hosts))
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
@@ -88,7 +83,7 @@ class Launcher:
         self._attempt: JobAttempt | None = None
         self._nodes: NodeGroup | None = None
         self._hosts: MpiHosts | None = None
-        self._dashboard: Dashboard | None = None
+        self._displays = Displays()
         self._restarts, self._touched_s = 0, 0.0
         self._begun_s = time.monotonic()
 
@@ -104,7 +99,8 @@ class Launcher:
         undo.enter_context(restored_handlers())  # last of all: nothing else is left half done
         undo.callback(self._view.close)
         undo.enter_context(checkpoints_locked(job))
-        undo.callback((earlier := find_leftovers(job)).close)  # before the folders of earlier starts are removed
+        undo.callback(self._displays.close)
+        self._displays.prepare(job)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
@@ -135,7 +131,7 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=self._open_sinks(earlier),
+            sinks=self._open_sinks(),
             events=self._event_log(undo),
         )
         undo.callback(self._close_sinks)
@@ -255,8 +251,7 @@ class Launcher:
         """Act on requests, faults and findings while the job runs."""
         self._stopping.advance(attempt)
         self._node_faults.strike(attempt)
-        if self._dashboard is not None:
-            self._dashboard.answer(attempt, self._run, self._bus, self._stopping)
+        self._displays.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
             run_aside("keeping temporary files from being removed", self._keep_files, None)
             run_aside("closing ports of mpirun", attempt.shut_ports, None)
@@ -430,27 +425,18 @@ class Launcher:
 
     # --- sinks, and the end
 
-    def _open_sinks(self, earlier: Leftovers) -> tuple[QueuedSink, ...]:
-        """Open what receives the records besides their files; the launcher of the first node has the dashboard.
-
-        Args:
-            earlier: What earlier starts of the job have not logged.
-        """
-        job, clock, say = self._job, SystemClock(self._origin_s), self._view.print_line
-        is_late = self._nodes is not None and self._nodes.is_late
-        sinks: list[QueuedSink] = []
-        with contextlib.ExitStack() as undo:
-            undo.callback(lambda: close_all(sinks, clock.now_s()))
-            sinks += open_sinks(job, clock, say)
-            sinks += open_loggers(job, clock, say, self._paths.run_dir, earlier, is_late=is_late)
-            if job.dashboard and job.node_rank == 0:
-                from holdfast.launch.dashboard import Dashboard
-
-                self._dashboard = Dashboard(job, self._paths, self._running, clock, say)
-                sinks.append(QueuedSink(self._dashboard, say))
-                self._dashboard.watch(sinks)
-            undo.pop_all()
-        return tuple(sinks)
+    def _open_sinks(self) -> tuple[QueuedSink, ...]:
+        """Open what receives the records besides their files."""
+        return self._displays.open(
+            DisplayedJob(
+                job=self._job,
+                paths=self._paths,
+                running=self._running,
+                clock=SystemClock(self._origin_s),
+                say=self._view.print_line,
+                is_late=self._nodes is not None and self._nodes.is_late,
+            )
+        )
 
     def _close_sinks(self, end_s: float | None = None, patience_s: float = math.inf) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""
@@ -462,8 +448,7 @@ class Launcher:
         if isinstance(verdict, JobBroken) and not self._bus.is_explained:
             self._bus.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._state)
-        if self._dashboard is not None:
-            self._dashboard.finish(exit_code, message)
+        self._displays.finish(exit_code, message)
         records, wall_s = records_of(self._run, has_all=self._bus.has_file()), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,
@@ -471,6 +456,7 @@ class Launcher:
             self._plan,
             fired=self._state.fired,
             wall_s=wall_s,
+            displays=self._displays,
             sinks=self._close_sinks(wall_s, self._stopping.patience_s()),
             facts=self._provenance,
             has_events=self._run.events is not None and self._run.events.is_final(),

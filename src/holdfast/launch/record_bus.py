@@ -16,10 +16,10 @@ from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.control import note_wait
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
-from holdfast.launch.live import RunStatus, RunView
 from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.run_view import RunStatus, RunView
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder
@@ -38,9 +38,9 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.event_lines import EventFormatter, cause_of_death
-from holdfast.report.history import is_distributed
-from holdfast.report.step_times import StepTimes
+from holdfast.summary.event_lines import EventFormatter, cause_of_death
+from holdfast.summary.history import is_distributed
+from holdfast.summary.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

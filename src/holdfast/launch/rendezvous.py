@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from holdfast.base.formatting import count
 from holdfast.config import Settings
 from holdfast.errors import JobError, StoreLost
 from holdfast.launch.command_line import OPTIONS
@@ -24,7 +25,6 @@ from holdfast.launch.job import Job, refuse
 from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.store import address_towards, is_port
-from holdfast.report.formatting import count
 
 _ITSELF = "127.0.0.1"
 _RETRY_S = 0.5

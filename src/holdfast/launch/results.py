@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.command_line import command_line
+from holdfast.launch.displays import Displays
 from holdfast.launch.job import Job
 from holdfast.launch.provenance import note
 from holdfast.launch.record_bus import RunState
@@ -35,17 +35,19 @@ def write_results(
     *,
     fired: Collection[int],
     wall_s: float,
+    displays: Displays,
     sinks: Sequence[SinkCount] = (),
     facts: Mapping[str, Any] | None = None,
     has_events: bool = False,
 ) -> tuple[dict[str, Any], str]:
     """Return the report, and why it could not be written: "" if it was, or if the job has no report directory.
 
-    Writes the report, the records, the faults (``fired`` are the numbers of those injected) and the page. ``facts`` is
-    the result of :func:`~holdfast.launch.provenance.job_provenance` when the job was started. With ``has_events`` the
-    records are there already.
+    Writes the report, the records, the faults (``fired`` are the numbers of those injected), and what ``displays`` add.
+    ``facts`` is the result of :func:`~holdfast.launch.provenance.job_provenance` when the job was started. With
+    ``has_events`` the records are there already.
     """
-    from holdfast.report import build_report, write_page, write_report
+    from holdfast.summary.build import build_report
+    from holdfast.summary.files import write_report
 
     specs = plan.to_specs()
     arguments: dict[str, Any] = {
@@ -65,17 +67,12 @@ def write_results(
         write_plan(records, plan, job.report_dir / "plan.json")
         if facts is not None:
             note(facts)
-        if job.page and _can_draw():
-            write_page(job.report_dir)
+        displays.write(job)
     except OSError as error:
         return build_report(records, **arguments), f"cannot write {error.filename or job.report_dir}: {error.strerror}"
     except ConfigError as error:  # not an error in the command line of the run
         return build_report(records, **arguments), str(error)
     return report, ""
-
-
-def _can_draw() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("jinja2", "matplotlib"))
 
 
 def write_plan(records: Sequence[Record], plan: FaultPlan, path: Path) -> None:

@@ -26,10 +26,12 @@ from holdfast.base.system_errors import is_limit, refusal
 from holdfast.config import Settings
 from holdfast.engine.start_rank import LOOPBACK, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
+from holdfast.launch.debug_handlers import handlers_path, serve_handlers
 from holdfast.launch.device_loss import device_loss
 from holdfast.launch.gpus import for_slot, hint_for
 from holdfast.launch.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
 from holdfast.launch.slots import slot_at_start
+from holdfast.launch.stacks import stack_path, write_stacks_on_signal
 from holdfast.launch.target import Target
 from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above, watch
 from holdfast.launch.worker_context import (
@@ -44,8 +46,6 @@ from holdfast.launch.worker_context import (
 from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost, ScriptFailed
-from holdfast.tools.debug.handlers import handlers_path, serve_handlers
-from holdfast.tools.debug.stacks import stack_path, write_stacks_on_signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

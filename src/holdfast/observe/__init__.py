@@ -1,1 +1,1 @@
-"""Displays: the dashboard, Prometheus, Kubeflow, and experiment loggers. They read records; the core does not need them."""
+"""Displays: terminal, page, dashboard, Prometheus, Kubeflow, and experiment loggers. The core does not need them."""

@@ -1,1 +1,1 @@
-"""Tools beside training, which the core does not need: the doctor; checkpoints and files of other programs; certificates and replay; debugging."""
+"""Tools beside training: the doctor, checkpoints and files of other programs, checks and comparisons of runs, and debug bundles."""

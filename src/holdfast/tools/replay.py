@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.base.formatting import clean
 from holdfast.errors import CheckpointError, ConfigError, JobError
-from holdfast.report.formatting import clean
 from holdfast.tools.certificate import CertifiedSteps
 from holdfast.tools.divergence import compare_runs
 
@@ -57,7 +57,7 @@ class ReplayPlan:
         from holdfast.config import FIRM, Settings
         from holdfast.launch.job import Job
         from holdfast.launch.launcher import launch
-        from holdfast.launch.live import make_view
+        from holdfast.observe.terminal.views import make_view
 
         if self.checkpoint:
             _copy_checkpoint(self.checkpoint, self.start, folder / "checkpoints")
@@ -294,8 +294,8 @@ def _other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
 
 def load_job(directory: Path) -> dict[str, Any]:
     """Return the report of a run; raise a ConfigError if it is none, or the script used ``torch.distributed``."""
-    from holdfast.report.files import load_report
-    from holdfast.report.formatting import is_distributed
+    from holdfast.observe.report_text import is_distributed
+    from holdfast.summary.files import load_report
 
     report = load_report(directory)
     if is_distributed(report):

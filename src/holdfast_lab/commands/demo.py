@@ -63,8 +63,8 @@ def demo(
 
     Example: holdfast demo --out demo-out --workers 4
     """
-    from holdfast.report import write_page, write_results
-    from holdfast.report.files import check_folder
+    from holdfast.observe.page.html import check_folder, write_page
+    from holdfast.summary.files import write_results
     from holdfast_lab.pages.demo import demo_rows
 
     check_folder(out)
@@ -83,7 +83,7 @@ def demo(
 
 def _carry_out(run: DemoRun, folder: Path, workers: int) -> JobOutcome:
     from holdfast.launch.launcher import launch
-    from holdfast.launch.live import make_view
+    from holdfast.observe.terminal.views import make_view
 
     _remove_earlier_checkpoints(folder)
     print(f"-- {run.name}", file=sys.stderr)

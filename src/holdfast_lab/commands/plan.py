@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.base.formatting import clean
 from holdfast.cli.progress import progress
 from holdfast.cli.tables import say, table
 from holdfast.errors import ConfigError
-from holdfast.report.formatting import clean
 from holdfast_lab.commands.simulate import check_out, settings_of, show_rows, write
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def check_out(out: Path | None) -> None:
     Raises:
         ConfigError: if not.
     """
-    from holdfast.report.files import check_folder
+    from holdfast.observe.page.html import check_folder
 
     if out is not None:
         check_folder(out)
@@ -114,7 +114,8 @@ def check_out(out: Path | None) -> None:
 
 def write(results: dict[str, Any], out: Path) -> None:
     """Write the files, and print the location of the page to stderr."""
-    from holdfast.report import write_page, write_results
+    from holdfast.observe.page.html import write_page
+    from holdfast.summary.files import write_results
 
     write_results(results, out)
     print(f"page: {write_page(out)}", file=sys.stderr)

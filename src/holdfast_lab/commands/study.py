@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.progress import progress
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.errors import ConfigError
-from holdfast.report.files import check_folder
+from holdfast.observe.page.html import check_folder
 
 _FAILED = 1
 _STOPPED = 4
@@ -79,7 +79,7 @@ def study(
 
 
 def _stopped(out: Path) -> str:
-    from holdfast.report import write_page
+    from holdfast.observe.page.html import write_page
 
     if not (out / "results.json").is_file():  # stopped before its first results, or again while it collected them
         return f"stopped; the same command resumes, {out} has the measurements so far"
@@ -97,7 +97,7 @@ def _list(*, as_json: bool) -> None:
 
 
 def _show(results: dict[str, Any], out: Path, *, as_json: bool) -> None:
-    from holdfast.report import write_page
+    from holdfast.observe.page.html import write_page
     from holdfast_lab.pages.study import claim_lines
 
     page = write_page(out)

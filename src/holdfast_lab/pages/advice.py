@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.report.formatting import listing, percent, size
+from holdfast.base.formatting import listing, percent, size
 from holdfast_lab.pages.words import duration
 
 Answer = Mapping[str, Any]

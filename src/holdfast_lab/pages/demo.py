@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.base.formatting import DASH, count, listing, number, percent, seconds
 from holdfast.errors import ConfigError
+from holdfast.observe.page.comparison import held_s
+from holdfast.observe.page.templates import environment
+from holdfast.observe.report_text import headline
 from holdfast.records.files import load_events
 from holdfast.records.types import Record
-from holdfast.report.comparison import held_s
-from holdfast.report.files import checked_report, read_json
-from holdfast.report.formatting import DASH, count, headline, listing, number, percent, seconds
-from holdfast.report.templates import environment
+from holdfast.summary.files import checked_report, read_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +60,7 @@ def load_results(directory: Path) -> dict[str, Any]:
     """Return the results of the demo in ``directory``.
 
     Raises:
-        ConfigError: if there are none, or :func:`~holdfast.report.files.write_results` did not write them.
+        ConfigError: if there are none, or :func:`~holdfast.summary.files.write_results` did not write them.
     """
     path = directory / "results.json"
     if not path.is_file():
@@ -98,7 +99,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
         results: As :func:`~holdfast_lab.pages.demo.demo_rows` makes them.
         records: Records by run name; a run without records has no timeline.
     """
-    from holdfast.report.figures import timeline_of
+    from holdfast.observe.page.figures import timeline_of
     from holdfast_lab.pages.failure_costs import failure_costs
 
     rows = results["rows"]

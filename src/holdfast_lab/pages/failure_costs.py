@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.report import canvas as style
-from holdfast.report.canvas import HALF_IN, as_csv, canvas
-from holdfast.report.comparison import held_s
-from holdfast.report.curves import Drawing
-from holdfast.report.formatting import listing, number, seconds
+from holdfast.base.formatting import listing, number, seconds
+from holdfast.observe.page import canvas as style
+from holdfast.observe.page.canvas import HALF_IN, as_csv, canvas
+from holdfast.observe.page.comparison import held_s
+from holdfast.observe.page.curves import Drawing
 from holdfast_lab.pages.words import points
 
 _BAR_IN, _NAMES_IN, _VALUES_IN = 0.34, 0.95, 0.85

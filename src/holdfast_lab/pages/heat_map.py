@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.report import canvas as style
-from holdfast.report.canvas import WIDTH_IN, canvas
+from holdfast.observe.page import canvas as style
+from holdfast.observe.page.canvas import WIDTH_IN, canvas
 
 _NAMES_IN = 1.9
 _FIELD_IN = 0.62

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.report.formatting import listing, percent
+from holdfast.base.formatting import listing, percent
 from holdfast_lab.pages.rows import grouped, middle
 from holdfast_lab.pages.words import duration
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.base.formatting import DASH, percent
 from holdfast.errors import ConfigError
-from holdfast.report.files import check_keys
-from holdfast.report.formatting import DASH, percent
-from holdfast.report.templates import environment
+from holdfast.observe.page.templates import environment
+from holdfast.summary.files import check_keys
 from holdfast_lab.pages import advice
 from holdfast_lab.pages.study import shown_section
 from holdfast_lab.pages.survival import survival_section

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.report import formatting as words
-from holdfast.report.canvas import as_csv, keep_rows
-from holdfast.report.files import check_keys
-from holdfast.report.templates import environment
+from holdfast.base import formatting as words
+from holdfast.observe.page.canvas import as_csv, keep_rows
+from holdfast.observe.page.templates import environment
+from holdfast.summary.files import check_keys
 from holdfast_lab.pages.heat_map import winners
 from holdfast_lab.pages.plots import interval_lines, scattered, stacked_bars, workers_lines
 from holdfast_lab.pages.rows import as_name, grouped, middle, row_id

@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.report import canvas as style
-from holdfast.report.canvas import WIDTH_IN, canvas
+from holdfast.observe.page import canvas as style
+from holdfast.observe.page.canvas import WIDTH_IN, canvas
 
 _COLORS = (style.SEEN, style.DECIDED, style.DEATH)
 _UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("s", 1.0))

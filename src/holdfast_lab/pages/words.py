@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.report.formatting import DASH, percent
+from holdfast.base.formatting import DASH, percent
 
 _DAY_S = 86_400.0
 _SPANS = (

@@ -41,7 +41,7 @@ CAUSES_OF_PARTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
 }
 """Parts of a simulation, and the uses of time in the report of a real run that are the same together.
 
-The report has ``useful`` work and the causes of :mod:`holdfast.report.goodput`. Records do not tell loading from starting
+The report has ``useful`` work and the causes of :mod:`holdfast.summary.goodput`. Records do not tell loading from starting
 if the launcher restarts the job. Hangs are not simulated (``stall``); slow workers are, as work at a lower pace.
 """
 

@@ -428,7 +428,7 @@ class Journal:
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Write ``results.json``."""
-        from holdfast.report import write_results
+        from holdfast.summary.files import write_results
 
         write_results(results, self._out)
 

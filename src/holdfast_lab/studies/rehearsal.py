@@ -24,7 +24,7 @@ from typing import Any
 from holdfast.checkpoint.priority import PREDICTORS, PriorityPolicy
 from holdfast.checkpoint.priority_codec import CODECS
 from holdfast.errors import ConfigError
-from holdfast.report.against import cost_against, read_losses
+from holdfast.tools.against import cost_against, read_losses
 from holdfast_lab.studies.parallelism.jobs import own_environment
 
 Say = Callable[[str], None]

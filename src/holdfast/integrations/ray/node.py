@@ -21,8 +21,8 @@ from holdfast.errors import ConfigError
 from holdfast.integrations.ray.function import PackedFunction, kept_in_file
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
-from holdfast.launch.live import PlainView
 from holdfast.launch.target import module_file
+from holdfast.observe.terminal.views import PlainView
 from holdfast.records.types import CheckpointSaved
 
 

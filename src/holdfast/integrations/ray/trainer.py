@@ -24,8 +24,8 @@ from holdfast.integrations.ray.jobs import make_job
 from holdfast.integrations.ray.node import NodeOutcome
 from holdfast.integrations.ray.supervisor import NodeTask, Supervisor
 from holdfast.launch.job import Job
-from holdfast.launch.live import PlainView
 from holdfast.membership import Hub, open_store
+from holdfast.observe.terminal.views import PlainView
 
 _RESUME = "; resume with: "
 """Precedes a command of ``holdfast run`` in messages."""

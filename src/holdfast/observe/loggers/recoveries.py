@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.observe.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import FailureSeen, FaultFired, JobRestarted, Record, Recovered, RunStarted, WorkerEnded
-from holdfast.report.goodput import RECOVERY_PARTS, TimeAccount
+from holdfast.summary.goodput import RECOVERY_PARTS, TimeAccount
 
 Attributes = Mapping[str, str | int | float | tuple[int, ...]]
 
@@ -17,7 +17,7 @@ class Part:
     """A part of a recovery.
 
     Args:
-        name: A cause of badput, as in the report; see :data:`holdfast.report.goodput.CAUSES`.
+        name: A cause of badput, as in the report; see :data:`holdfast.summary.goodput.CAUSES`.
         begin_s: When it began, in seconds since the launcher started.
         end_s: When it ended.
     """

@@ -14,7 +14,7 @@ from holdfast.observe.loggers.steps import LoggedStep, StepOrder
 from holdfast.records.paths import media_dir
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Finished, HistogramLogged, ImageLogged, Record, RunStarted, StepCommitted
-from holdfast.report.history import is_distributed
+from holdfast.summary.history import is_distributed
 
 EVERY_S = 1.0
 """Steps are written this often."""

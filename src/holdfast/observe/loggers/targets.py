@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from holdfast.errors import ConfigError
+from holdfast.launch.command_line import HIDDEN
 
 LOGGERS = {
     "tensorboard": ("tensorboard", "DIR"),
@@ -22,10 +22,6 @@ LOGGERS = {
 
 _DATABASES = ("", "sqlite", "postgresql", "mysql", "mssql")
 """Schemes of tracking URIs for which MLflow needs SQLAlchemy; "" is its default."""
-
-HIDDEN = "***"
-"""Stands for a password."""
-_USER_IN_URL = re.compile(r"(?P<scheme>://)(?P<user>[^/?#:@]*:)?[^/?#]*@")
 
 EVENT_FILES = "events.out.tfevents.*"
 """The files that TensorBoard reads."""
@@ -97,11 +93,6 @@ class LogTarget:
                 f"--log-to {self}: {place}, which needs the full package: pip install mlflow; or name a folder or a server,"
                 " such as mlflow:mlruns or mlflow:http://host:5000"
             )
-
-
-def without_password(text: str) -> str:
-    """Return a target as it may be published: :data:`HIDDEN` stands for the password, or the token, in its URL."""
-    return _USER_IN_URL.sub(lambda match: f"{match['scheme']}{match['user'] or ''}{HIDDEN}@", text)
 
 
 def parse_targets(texts: Sequence[str]) -> tuple[LogTarget, ...]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.base.formatting import clean, listing
 from holdfast.records.types import (
     ActionRequested,
     CheckpointSaved,
@@ -28,8 +29,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.event_lines import EventFormatter
-from holdfast.report.formatting import clean, listing
+from holdfast.summary.event_lines import EventFormatter
 
 MOST_EVENTS = 300
 """The last events that are kept."""

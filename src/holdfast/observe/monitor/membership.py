@@ -26,8 +26,7 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.report.event_lines import cause_of_death
-from holdfast.report.formatting import slowness
+from holdfast.summary.event_lines import cause_of_death, slowness
 
 
 class Membership:

@@ -27,8 +27,8 @@ from holdfast.records.types import (
     StragglerSeen,
     WorkerEnded,
 )
-from holdfast.report.goodput import RECOVERY_PARTS, TimeAccount
-from holdfast.report.history import History
+from holdfast.summary.goodput import RECOVERY_PARTS, TimeAccount
+from holdfast.summary.history import History
 
 BUCKETS_S = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper bounds of the buckets of all histograms, in seconds."""

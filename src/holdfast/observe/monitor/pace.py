@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast.observe.monitor.series import Series
 from holdfast.records.types import FailureSeen, JobRestarted, Record, Recovered, RunStarted, SamplesLost, StepCommitted
-from holdfast.report.step_times import StepTimes
+from holdfast.summary.step_times import StepTimes
 
 RATE = "rate"
 """Name of the curve of steps per second."""

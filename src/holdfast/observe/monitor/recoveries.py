@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.records.types import FailureSeen, JobRestarted, Recovered
-from holdfast.report.event_lines import decision_phrase
+from holdfast.summary.event_lines import decision_phrase
 
 MOST_RECOVERIES = 200
 """The last recoveries that are kept; all are counted."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.base.formatting import count, listing, number, seconds
 from holdfast.observe.monitor.membership import Membership
 from holdfast.observe.monitor.pace import RunPace
-from holdfast.report.formatting import count, listing, number, seconds
 
 _MOST_NAMED = 4
 

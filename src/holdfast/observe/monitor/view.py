@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.base.formatting import seconds
 from holdfast.observe.monitor.checkpoints import Checkpoints
 from holdfast.observe.monitor.event_list import EventList, corruption_line
 from holdfast.observe.monitor.lanes import Lanes
@@ -37,8 +38,7 @@ from holdfast.records.types import (
     StateHashed,
     StepCommitted,
 )
-from holdfast.report.formatting import seconds
-from holdfast.report.goodput import CAUSES, Goodput, TimeAccount
+from holdfast.summary.goodput import CAUSES, Goodput, TimeAccount
 
 MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""

@@ -1,1 +1,1 @@
-"""What helps to find out why a run recovered or hung: stacks of workers, and bundles of everything known about a run."""
+"""What helps to find out why a run recovered or hung: bundles of everything known about a run."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from holdfast.report.iteration_cost import Numbers, crossing, trailing_mean
+from holdfast.tools.iteration_cost import Numbers, crossing, trailing_mean
 
 
 def kappa(losses: ArrayLike, level: float, window: int = 1) -> float:

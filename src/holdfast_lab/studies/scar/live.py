@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.against import cost_against
+from holdfast.tools.against import cost_against
 from holdfast_lab.studies.base import FAILED, MEASURED, SHARE, Claim, Row, Task, statement
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import share_interval

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from holdfast.report.iteration_cost import levels
+from holdfast.tools.iteration_cost import levels
 from holdfast_lab.studies.scar.kappa import kappa_within
 from holdfast_lab.studies.scar.perturbation import Contraction, log_delta, most_iterations, paper_cost, parameters
 from holdfast_lab.workloads.iterative.base import Program

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.report.iteration_cost import iteration_cost
+from holdfast.tools.iteration_cost import iteration_cost
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.scar.perturbation import (
     Contraction,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.errors import ConfigError
-from holdfast.report.iteration_cost import iteration_cost, levels
+from holdfast.tools.iteration_cost import iteration_cost, levels
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.scar.perturbation import (
     Contraction,

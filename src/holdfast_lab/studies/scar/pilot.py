@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import ConfigError
-from holdfast.report.iteration_cost import levels
+from holdfast.tools.iteration_cost import levels
 from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.scar.kappa import kappa
 from holdfast_lab.studies.scar.trials import ProgramRun

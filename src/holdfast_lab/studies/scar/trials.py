@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast.checkpoint.priority import PriorityPolicy, RunningCheckpoint
 from holdfast.checkpoint.priority_codec import coded_bytes
-from holdfast.report.iteration_cost import iteration_cost
+from holdfast.tools.iteration_cost import iteration_cost
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 from holdfast_lab.studies.scar.kappa import kappa
 from holdfast_lab.studies.scar.policies import LEAST, NODES, ScarPolicy

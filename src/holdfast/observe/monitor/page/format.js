@@ -1,4 +1,4 @@
-// Readable text from numbers, in the words of the reports (holdfast/report/formatting.py).
+// Readable text from numbers, in the words of the reports (holdfast/base/formatting.py).
 
 export const DASH = "–";
 const GAP = "\u00a0"; // between a number and its unit no line breaks

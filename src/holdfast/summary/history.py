@@ -1,0 +1,369 @@
+"""The history of a run's workers, read from its records.
+
+A run is divided into *lives*: a life is the time between two starts of the whole job. Within a life the survivors
+recover without the launcher, any number of times; between lives the launcher restarts the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+from holdfast.records.types import (
+    DeviceLost,
+    FailureSeen,
+    FaultFired,
+    Finished,
+    JobRestarted,
+    OptimizerOverlapped,
+    PartRestored,
+    PartsHeld,
+    Record,
+    Recovered,
+    Reinitialised,
+    RunStarted,
+    SamplesLost,
+    ScriptFailed,
+    SeatsFilled,
+    SeatTaken,
+    SettingChanged,
+    StepCommitted,
+    WorkerEnded,
+    WorkerFenced,
+)
+from holdfast.summary.lives import JobLife, LostWorker, RecordsByKind, Recovery
+
+R = TypeVar("R", bound=Record)
+
+
+_ENDS = ("kill", "segfault", "oom", "nodeloss")
+"""Kinds of injected faults that end processes immediately."""
+
+
+def is_distributed(start: RunStarted) -> bool:
+    """Return whether the ``torch.distributed`` backend wrote ``start``; it knows neither the model nor a plan."""
+    return start.parameters == 0 and start.steps_planned == 0
+
+
+class History:
+    """The records of a run ordered by time, and what follows from them together.
+
+    Args:
+        records: Records of all workers and of the launcher, in any order.
+        started: Ranks that the run was started with; if empty, they are taken from the records.
+    """
+
+    def __init__(self, records: Sequence[Record], started: Sequence[int] = ()) -> None:
+        self.records = sorted(records, key=lambda r: r.t_s)
+        self._by_kind = RecordsByKind(self.records)
+        self.started = tuple(started) or tuple(sorted({r.rank for r in records if isinstance(r, RunStarted)}))
+        self.lives = list(self._split())
+        self.commits = self.of(StepCommitted)
+        self.is_distributed = any(is_distributed(start) for start in self.of(RunStarted))
+        self.timed = list(self._timed())
+        self._timed_s = [commit.t_s for commit in self.timed]
+        self.failures = sorted(map(self._without_guesses, self._failures()), key=lambda f: (f.t_s, f.rank))
+        self.joined = [joining for life in self.lives for joining in life.joined]
+
+    def of(self, kind: type[R]) -> Sequence[R]:
+        """Return the records of one kind, ordered by time."""
+        return self._by_kind.of(kind)
+
+    @property
+    def ranks(self) -> list[int]:
+        """All workers of the run, including spares and newcomers."""
+        members = {rank for life in self.lives for rank in life.members}
+        return sorted({*self.started, *members, *(f.rank for f in self.failures)})
+
+    @property
+    def spares(self) -> list[int]:
+        """Workers that waited from the start to replace a failed worker."""
+        first = self.lives[0]
+        return sorted(first.members - {*self.started} - {joining.rank for joining in first.joined})
+
+    def workers_wanted(self, t_s: float) -> int:
+        """Return the wanted number of workers at a time: the initial number, or the last one requested since."""
+        requests = self._workers_asked
+        number = bisect_right(requests, t_s, key=lambda change: change.t_s)
+        return int(requests[number - 1].value) if number else len(self.started)
+
+    @cached_property
+    def _workers_asked(self) -> list[SettingChanged]:
+        return [change for change in self.changes if change.name == "workers"]
+
+    @cached_property
+    def changes(self) -> list[SettingChanged]:
+        """Changes to the running job, each once although every worker records it, and again after a restart."""
+        records = {(record.step, record.name, record.value): record for record in reversed(self.of(SettingChanged))}
+        return sorted(records.values(), key=lambda record: record.t_s)
+
+    @property
+    def reinitialised(self) -> list[list[Reinitialised]]:
+        """Rebuilds of the application, each as the records of all workers that took part, ordered by time."""
+        together: dict[tuple[int, int], list[Reinitialised]] = {}
+        for life in self.lives:
+            for record in life.of(Reinitialised):
+                together.setdefault((life.number, record.generation), []).append(record)
+        return list(together.values())
+
+    @property
+    def restored(self) -> list[PartRestored]:
+        """The restored parts of a split model; if a recovery was repeated, as restored by its last attempt."""
+        last: dict[tuple[int, int, int], PartRestored] = {}
+        for life in self.lives:
+            last |= {(life.number, record.step, record.part): record for record in life.of(PartRestored)}
+        return list(last.values())
+
+    @property
+    def seats_filled(self) -> list[SeatsFilled]:
+        """Collectives in which survivors' values stood in for failed ranks: each kind once, from its first on."""
+        first: dict[object, SeatsFilled] = {}
+        for life in self.lives:
+            for record in life.of(SeatsFilled):
+                key = (life.number, record.rank, record.collective, record.seats, record.sources)
+                first[key] = dataclasses.replace(first.get(key, record), count=record.count)
+        return list(first.values())
+
+    @property
+    def seats_taken(self) -> list[SeatTaken]:
+        """Newcomers that took the seat of a failed rank, as the first of the others recorded each."""
+        first: dict[tuple[int, int], SeatTaken] = {}
+        for life in self.lives:
+            for record in life.of(SeatTaken):
+                first.setdefault((life.number, record.worker), record)
+        return list(first.values())
+
+    @property
+    def parts_held(self) -> list[PartsHeld]:
+        """The parts of a split model that each worker held at the end."""
+        return sorted(self.lives[-1].of(PartsHeld), key=lambda record: record.rank)
+
+    @property
+    def optimizer_overlapped(self) -> list[OptimizerOverlapped]:
+        """The cost at each worker of updating buckets before their step's commit vote."""
+        return sorted(self.lives[-1].of(OptimizerOverlapped), key=lambda record: record.rank)
+
+    @property
+    def worker(self) -> str:
+        """The term for a worker in the run's interface: "worker" or "rank"."""
+        return "rank" if self.is_distributed else "worker"
+
+    @property
+    def steps(self) -> dict[int, StepCommitted]:
+        """The committed steps by number; for a step that was committed again, the last."""
+        return {record.step: record for record in sorted(self.commits, key=lambda r: (r.step, r.t_s))}
+
+    @property
+    def redone_steps(self) -> int:
+        """Steps that were recomputed, over all recoveries and restarts."""
+        by_recovery = {f.recovery: f.redone_steps for f in self.failures if f.recovery is not None}
+        alone = [recovery.redone_steps for recovery in self._healings() if not recovery.lost]
+        return sum(by_recovery.values()) + sum(alone)
+
+    @property
+    def healed_steps(self) -> int:
+        """Steps that were recomputed because a state was corrupt."""
+        return sum(recovery.redone_steps for recovery in self._healings())
+
+    def _healings(self) -> list[Recovery]:
+        return [r for life in self.lives for r in life.recoveries if r.said[-1].decision == "heal"]
+
+    def step_times_s(self) -> list[float]:
+        """Return the seconds between commits of consecutive steps, without intervals that hold a failure."""
+        noise = [r.t_s for r in self.records if isinstance(r, (FaultFired, FailureSeen, Recovered, JobRestarted))]
+        noise = sorted([*noise, *(f.t_s for f in self.failures)])
+        pairs = zip(self.timed, self.timed[1:], strict=False)
+        return [
+            after.t_s - before.t_s
+            for before, after in pairs
+            if after.step == before.step + 1 and bisect_right(noise, before.t_s) == bisect_right(noise, after.t_s)
+        ]
+
+    def _timed(self) -> Iterator[StepCommitted]:
+        """Yield the commits whose time is the end of their step.
+
+        Under ``torch.distributed`` a step ends when the next one begins, and the last one when the script ends, which
+        may do anything after training.
+        """
+        last = {record.step - 1 for record in self.of(Finished)} if self.is_distributed else set()
+        yield from (commit for commit in self.commits if commit.step not in last)
+
+    def _without_guesses(self, failure: LostWorker) -> LostWorker:
+        """Return ``failure`` without values that survivors under ``torch.distributed`` record but cannot know.
+
+        They record the last step and bucket, even if they were in a barrier, or in no collective at all.
+        """
+        if failure.injected or not self.is_distributed:
+            return failure
+        return dataclasses.replace(failure, phase="", step=failure.step if self.commits else -1)
+
+    def _split(self) -> Iterator[JobLife]:
+        workers, part = self.started, list[Record]()
+        number = 0
+        for record in self.records:
+            if isinstance(record, JobRestarted):
+                yield JobLife(number=number, workers=workers, records=tuple(part), restart=record)
+                workers, part, number = record.workers, [], number + 1
+            else:
+                part.append(record)
+        yield JobLife(number=number, workers=workers, records=tuple(part), restart=None)
+
+    def _failures(self) -> Iterator[LostWorker]:
+        recoveries = 0
+        for life in self.lives:
+            explained: set[int] = set()
+            for recovery in life.recoveries:
+                explained |= set(recovery.lost)
+                for rank in sorted(set(recovery.lost) - life.left):
+                    yield _explained(life, self._recovered(life, recovery, rank, recoveries))
+                recoveries += 1
+            yield from (_explained(life, f) for f in self._unrecovered(life, explained | life.left, recoveries))
+            recoveries += life.restart is not None
+
+    def _recovered(self, life: JobLife, recovery: Recovery, rank: int, number: int) -> LostWorker:
+        failure = _struck(life, recovery, rank)
+        return dataclasses.replace(
+            failure,
+            known_s=recovery.known_s(failure.t_s),
+            decided_s=recovery.last_s,
+            resumed_s=self._next_commit_s(recovery.first_s, failure.step),
+            recovery=number,
+            decision=recovery.said[-1].decision,
+            redone_steps=recovery.redone_steps,
+            lost_samples=_lost_samples(life, recovery),
+            orders=recovery.orders,
+            times_s=recovery.times_s,
+        )
+
+    def _unrecovered(self, life: JobLife, explained: set[int], number: int) -> Iterator[LostWorker]:
+        for failure in self._unanswered(life, explained):
+            restart = life.restart
+            if restart is None:
+                yield dataclasses.replace(failure, resumed_s=self._next_commit_s(failure.t_s, failure.step))
+                continue
+            yield dataclasses.replace(
+                failure,
+                decided_s=restart.t_s,
+                resumed_s=self._next_commit_s(restart.t_s, failure.step),
+                recovery=number,
+                decision="restart",
+                redone_steps=max(0, failure.step - self._resumed_at(life) + 1),
+            )
+
+    def _unanswered(self, life: JobLife, explained: set[int]) -> Iterator[LostWorker]:
+        """Yield workers that died in ``life`` without a decision of the survivors about it."""
+        for fault in life.of(FaultFired):
+            struck = _victims(fault)
+            seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank not in struck]
+            for rank in struck:
+                if _was_fatal(life, fault, rank) and rank not in explained:
+                    explained.add(rank)
+                    yield dataclasses.replace(_injected(fault, rank), known_s=seen[0].t_s if seen else None)
+        if life.restart is not None:
+            for rank in sorted(life.members - set(life.restart.workers) - explained):
+                explained.add(rank)
+                yield self._ended(life, rank)
+        for death in life.unnoticed(explained):
+            yield self._ended(life, death.rank)
+
+    def _ended(self, life: JobLife, rank: int) -> LostWorker:
+        ends = [r for r in life.of(WorkerEnded) if r.rank == rank]
+        if rank in life.died_late:
+            return LostWorker(rank=rank, kind=_kind(life, rank), step=-1, phase="", injected=False, t_s=ends[0].t_s)
+        seen = [r for r in life.of(FailureSeen) if r.rank != rank]
+        committed = max((r.step for r in life.of(StepCommitted)), default=-1)
+        t_s = min([r.t_s for r in (*ends, *seen[:1])], default=life.restart.t_s if life.restart else 0.0)
+        return LostWorker(
+            rank=rank,
+            kind=_kind(life, rank),
+            step=seen[0].step if seen else committed + 1,
+            phase=seen[0].phase if seen else "",
+            injected=False,
+            t_s=t_s,
+            known_s=seen[0].t_s if seen else None,
+        )
+
+    def last_commit_s(self, until_s: float) -> float | None:
+        """Return when the last step up to this time was committed, None if none was."""
+        number = bisect_right(self.commits, until_s, key=lambda commit: commit.t_s)
+        return self.commits[number - 1].t_s if number else None
+
+    def _next_commit_s(self, after_s: float, step: int) -> float | None:
+        first = bisect_right(self._timed_s, after_s)
+        return next((c.t_s for c in itertools.islice(self.timed, first, None) if c.step >= step), None)
+
+    def _resumed_at(self, life: JobLife) -> int:
+        following = self.lives[life.number + 1]
+        return min((r.step for r in following.of(RunStarted)), default=0)
+
+
+def _struck(life: JobLife, recovery: Recovery, rank: int) -> LostWorker:
+    """Return how ``rank`` was lost, as far as it is known before the recovery."""
+    before = [f for f in life.of(FaultFired) if rank in _victims(f) and f.t_s <= recovery.last_s]
+    faults = [fault for fault in before if _was_fatal(life, fault, rank)]
+    if faults:
+        return _injected(faults[-1], rank)
+    first = recovery.seen[0] if recovery.seen else None
+    return LostWorker(
+        rank=rank,
+        kind=_kind(life, rank),
+        step=first.step if first else recovery.step + max(recovery.redone_steps - 1, 0),
+        phase=first.phase if first else "",
+        injected=False,
+        t_s=first.t_s if first else recovery.first_s,
+    )
+
+
+def _victims(fault: FaultFired) -> tuple[int, ...]:
+    return fault.workers if fault.node >= 0 else (fault.rank,)
+
+
+def _was_fatal(life: JobLife, fault: FaultFired, rank: int) -> bool:
+    """Return whether ``fault`` ended a worker: one that was only stuck or cut off for a while may have continued."""
+    if fault.kind in _ENDS or fault.kind in ("slow", "leave", "flip"):
+        return fault.kind in _ENDS
+    if fault.kind in ("gpu-error", "gpu-oom"):
+        return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(DeviceLost))
+    if fault.kind == "partition":
+        return rank not in life.left and not any(r.rank == rank for r in life.of(Finished))
+    return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(WorkerFenced))
+
+
+def _injected(fault: FaultFired, rank: int) -> LostWorker:
+    return LostWorker(rank=rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
+
+
+def _explained(life: JobLife, failure: LostWorker) -> LostWorker:
+    """Return ``failure`` with its time of death, and its reason if the launcher ended the worker, or it itself for its device."""
+    rank = failure.rank
+    lost = next((record for record in life.of(DeviceLost) if record.rank == rank), None)
+    fenced = next((record for record in life.of(WorkerFenced) if record.rank == rank), None)
+    if lost is None and fenced is not None:
+        return dataclasses.replace(failure, silent_s=fenced.silent_s, why=fenced.reason, stack=fenced.stack)
+    ended_s = next((record.t_s for record in life.of(WorkerEnded) if record.rank == rank), None)
+    return dataclasses.replace(failure, why="" if lost is None else lost.message, ended_s=ended_s)
+
+
+def _kind(life: JobLife, rank: int) -> str:
+    if any(r.rank == rank for r in life.of(WorkerFenced)):
+        return "hang"
+    if any(r.rank == rank for r in life.of(DeviceLost)):
+        return "device"
+    return "exception" if any(r.rank == rank for r in life.of(ScriptFailed)) else "kill"
+
+
+def _lost_samples(life: JobLife, recovery: Recovery) -> int:
+    same_step = [r for r in life.recoveries if r.step == recovery.step]
+    ids: set[int] = set()
+    for record in life.of(SamplesLost):
+        if record.step != recovery.step:
+            continue
+        # A step may fail twice; lost samples belong to the recovery nearest in time.
+        nearest = min(same_step, key=lambda r: abs(r.first_s - record.t_s))
+        if nearest.first_s == recovery.first_s:
+            ids |= set(record.ids)
+    return len(ids)
