@@ -25,7 +25,7 @@ def connect(
     """Return the communicator of this process.
 
     Args:
-        fabric: A name from :func:`~holdfast.comm.fabrics.registry.fabric_names`, or "" for ``ulfm`` under mpirun and
+        fabric: A name of :mod:`~holdfast.comm.fabrics.registry`, or "" for ``ulfm`` under mpirun and
             one virtual worker otherwise.
         workers: Number of workers, where the launcher does not set it.
         ranks: Comma-separated ranks of the workers, or "" for 0, 1, 2, ...
