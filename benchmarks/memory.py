@@ -14,7 +14,7 @@ messages   the same without shared memory, as between hosts
 
 Each worker reads its proportional set size (``Pss`` of ``/proc/self/smaps_rollup``) before it makes the model, and after
 the last of four steps; memory that several workers map counts for each in part. Reported is the growth of all workers,
-by worker and parameter. ``counted`` is what ``holdfast.models.memory`` counts from the tensors, by worker and
+by worker and parameter. ``counted`` is what ``holdfast_lab.memory`` counts from the tensors, by worker and
 parameter, with the shared result divided among the workers. The model is an MLP whose activations take next to nothing.
 The C library is told to give back each megabyte that is freed; otherwise it keeps gradients that are gone, in all systems.
 
@@ -103,7 +103,7 @@ def train_ddp(slices: int, data: torch.Tensor, *, views: bool) -> dict[str, floa
 def train_holdfast(slices: int, data: torch.Tensor) -> dict[str, float]:
     """Train in a session; return what the process has grown by, and what Holdfast counts."""
     import holdfast
-    from holdfast.models.memory import memory_in_use
+    from holdfast_lab.memory import memory_in_use
 
     before = pss_bytes()
     model = make_model()

@@ -16,6 +16,7 @@ from holdfast import setting_choices
 from holdfast.base.options import check, choices, losses_of, option, parse, variable
 from holdfast.base.orders import LISTED_ORDERS, is_rounded
 from holdfast.base.rules import check_rules
+from holdfast.checkpoint.files.registry import check_format
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
 from holdfast.recovery.registry import strategy_class
@@ -318,6 +319,7 @@ class Settings:
         manual="file format of new checkpoints; every format can be read",
         group="Checkpoints",
         choices=setting_choices.CHECKPOINT_FORMATS,
+        is_open=True,
     )
     incremental_checkpoints: bool = option(
         True,
@@ -407,6 +409,7 @@ class Settings:
         strategy_class(self.strategy)  # raises if the name is unknown
         if self.fabric:
             make_fabric(self.fabric)
+        check_format(self.checkpoint_format, "checkpoint_format")
         check_rules(RULES, self)
 
     @property

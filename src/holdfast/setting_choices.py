@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from holdfast.base.orders import ORDERS as NAMED_ORDERS
+from holdfast.checkpoint.files.registry import FORMATS
 from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
 from holdfast.recovery.registry import BUILT_IN
 
 FABRICS = tuple(FABRICS_BUILT_IN)
-CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
+CHECKPOINT_FORMATS = tuple(FORMATS)
 STRATEGIES = tuple(BUILT_IN)
 EMPTY_SEATS = ("fill", "survivors", "raise")
 REINIT_FROM = ("own", "root", "checkpoint")

@@ -21,9 +21,9 @@ import pytest
 import safetensors.numpy
 import torch
 
-from holdfast.checkpoint.files import checks
-from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.errors import CheckpointCorrupt, CheckpointError
+from holdfast.tools.formats import checks
+from holdfast.tools.formats.kinds import open_imported
 
 HUGE = 1 << 45
 
@@ -144,7 +144,7 @@ def test_one_value_seen_a_million_million_times_is_refused(tmp_path):
 
 
 def test_a_list_that_names_itself_a_million_million_times_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.checkpoint.files.torch.MAX_VALUES", 10_000)
+    monkeypatch.setattr("holdfast.tools.formats.torch.MAX_VALUES", 10_000)
     value = []
     for _ in range(50):
         value = [value, value]
@@ -421,7 +421,7 @@ def test_soft_links_that_lead_round_in_a_circle_are_refused(h5):
 
 
 def test_soft_links_that_lead_through_each_other_a_million_million_times_are_refused(h5, monkeypatch):
-    monkeypatch.setattr("holdfast.checkpoint.files.hdf5._MAX_LINKS", 1000)
+    monkeypatch.setattr("holdfast.tools.formats.hdf5._MAX_LINKS", 1000)
 
     def fill(file):
         for n in range(12):
@@ -577,7 +577,7 @@ def test_a_file_under_the_name_of_another_kind_is_refused_and_says_what_it_looks
 FUZZ = """
 import random, sys, warnings
 from pathlib import Path
-from holdfast.checkpoint.files.kinds import open_imported
+from holdfast.tools.formats.kinds import open_imported
 from holdfast.errors import CheckpointError
 
 warnings.simplefilter("error")

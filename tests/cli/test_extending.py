@@ -1,4 +1,4 @@
-"""Strategies and fabrics of other packages: a package from outside registers one by an entry point, and a job runs on it."""
+"""Strategies, fabrics and formats of other packages: a package from outside registers one by an entry point, and a job runs on it."""
 
 import json
 import textwrap
@@ -11,6 +11,7 @@ EXAMPLE = jobs.ROOT / "examples" / "01_survive_a_kill.py"
 PACKAGE = """
     from typing import ClassVar
 
+    from holdfast.checkpoint.files.safetensors import Safetensors
     from holdfast.comm.fabrics.base import Endpoint, Fabric
     from holdfast.comm.virtual import VirtualCommunicator
     from holdfast.recovery.messages import Action, CatchUp, DiscardStep, Event, ProgressKnown
@@ -42,6 +43,10 @@ PACKAGE = """
         def connect(self, endpoint: Endpoint) -> VirtualCommunicator:
             print("toy connects", endpoint.workers)
             return VirtualCommunicator(endpoint.workers if endpoint.ranks is None else endpoint.ranks)
+
+
+    class Again(Safetensors):
+        name = "again"
 """
 
 ENTRY_POINTS = """
@@ -52,6 +57,10 @@ ENTRY_POINTS = """
 
     [holdfast.fabrics]
     toy = outside:Toy
+    wrong = outside:AgainAndAgain
+
+    [holdfast.formats]
+    again = outside:Again
     wrong = outside:AgainAndAgain
 """
 
@@ -68,9 +77,9 @@ def outside(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{place}:{jobs.ROOT / 'src'}")
 
 
-def run(folder, *options):
+def run(folder, *options, code=0):
     done = jobs.holdfast("run", "-n", 3, "--seed", 5, "--report", folder, "--no-page", *options, EXAMPLE)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return json.loads((folder / "report.json").read_text()), done.stdout
 
 
@@ -93,9 +102,25 @@ def test_a_job_runs_on_a_fabric_from_outside_the_package(outside, tmp_path):
     assert len(report["failures"]) == 1
 
 
+@pytest.mark.chaos
+def test_checkpoints_in_a_format_from_outside_the_package_are_written_and_loaded(outside, tmp_path):
+    options = ["--fabric", "virtual", "--checkpoint-dir", tmp_path / "saved"]
+    undisturbed, _ = run(tmp_path / "undisturbed", "--fabric", "virtual")
+    run(tmp_path / "first", *options, "--checkpoint-format", "again", "--stop-after", 4, code=4)
+    report, _ = run(tmp_path / "second", *options, "--resume")
+
+    manifest = min((tmp_path / "saved").glob("step-*/manifest.json"))
+    assert '"format": "again"' in manifest.read_text()
+    assert report["replicas"]["sha256"] == undisturbed["replicas"]["sha256"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--checkpoint-format", "again"],
+            "--checkpoint-format must be one of safetensors, hdf5, npz, dcp, got 'again'",
+        ),
         (["--strategy", "again"], "--strategy must be one of rollback, forward, restart, reinit, partial, got 'again'"),
         (["--fabric", "toy"], "--fabric must be one of ulfm, gloo, virtual, got 'toy'"),
     ],
@@ -106,7 +131,7 @@ def test_without_that_package_there_is_no_such_name(tmp_path, options, message):
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
-@pytest.mark.parametrize("option", ["strategy", "fabric"])
+@pytest.mark.parametrize("option", ["strategy", "fabric", "checkpoint-format"])
 def test_what_is_none_is_refused_in_one_line(outside, tmp_path, option):
     done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, f"--{option}", "wrong", EXAMPLE)
 

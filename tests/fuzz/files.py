@@ -12,7 +12,6 @@ import xxhash
 
 from fuzz.base import Parser, folder
 from holdfast.checkpoint import manifest
-from holdfast.checkpoint.files.safetensors import read_header
 from holdfast.checkpoint.format import unflatten
 from holdfast.data.stream_state import decode_state, encode_state
 from holdfast.errors import CheckpointError, ConfigError
@@ -24,6 +23,7 @@ from holdfast.records.types import StepCommitted, WorkerEnded
 from holdfast.summary.build import SCHEMA
 from holdfast.summary.files import load_report
 from holdfast.tools.against import read_losses
+from holdfast.tools.formats.safetensors import read_header
 from holdfast_lab.inject.files import replay
 from holdfast_lab.simulate import (
     schema,  # noqa: F401 - so that it is instrumented

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from fuzz.base import Parser, folder
-from holdfast.checkpoint.files.hdf5 import import_h5py
-from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.errors import CheckpointError, ConfigError
+from holdfast.tools.formats.hdf5 import import_h5py
+from holdfast.tools.formats.kinds import open_imported
 from holdfast_lab.simulate.logs.reading import read_log
 from holdfast_lab.simulate.reading import READERS
 from holdfast_lab.workloads.data import load_dataset

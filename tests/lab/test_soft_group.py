@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.faults.alteration import Alteration
+from holdfast.tools.formats.kinds import open_imported
 from holdfast_lab.inject.files import InjectionTarget
 from holdfast_lab.inject.inject import inject
 from holdfast_lab.studies.campaign_plan import found_by

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint import newest_intact, steps
-from holdfast.checkpoint.listing import prune
 from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.storage import open_storage
+from holdfast.tools.checkpoints.listing import prune
 
 UNHURRIED = settings(
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.models import gradients as layout
-from holdfast.models.memory import memory_in_use
+from holdfast_lab.memory import memory_in_use
 
 WIDTH = 256
 

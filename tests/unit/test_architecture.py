@@ -37,9 +37,16 @@ LOOP = {
 MAY_IMPORT = {
     "errors": set(),
     "base": {"errors"},
-    "setting_choices": {"recovery.registry", "comm.fabrics"},
+    "setting_choices": {"recovery.registry", "comm.fabrics", "checkpoint.files.registry"},
     "setting_checks": {"setting_choices", "recovery.registry"},
-    "config": {"errors", "setting_choices", "setting_checks", "recovery.registry", "comm.fabrics"},
+    "config": {
+        "errors",
+        "setting_choices",
+        "setting_checks",
+        "recovery.registry",
+        "comm.fabrics",
+        "checkpoint.files.registry",
+    },
     "records": {"errors"},
     "membership": {"errors"},
     "recovery": {"errors"},
@@ -98,8 +105,12 @@ MAY_IMPORT = {
         "state",
         "session",
         "records",
+        "config",
+        "checkpoint",
         "summary.files",
         "launch",
+        "observe.report_text",
+        "observe.terminal",
     },
     "launch": {
         "errors",
@@ -116,7 +127,7 @@ MAY_IMPORT = {
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
     "lab.workloads": {"holdfast", "holdfast.errors"},  # the public names of the package, and what it raises
-    "lab.inject": {"holdfast.errors", "holdfast.checkpoint", "holdfast.faults"},
+    "lab.inject": {"holdfast.errors", "holdfast.checkpoint", "holdfast.faults", "holdfast.tools.formats"},
     "lab.simulate": {
         "holdfast.errors",
         "holdfast.records",
@@ -135,6 +146,7 @@ MAY_IMPORT = {
         "holdfast.session.step",
     },
     "lab.counting": {"holdfast.comm"},
+    "lab.memory": {"holdfast.comm", "holdfast.models.part"},
     "lab.pages": {
         "holdfast.errors",
         "holdfast.records",
@@ -155,6 +167,7 @@ MAY_IMPORT = {
         "holdfast.faults",
         "holdfast.session",
         "holdfast.models",
+        "holdfast.tools.formats",
         "lab.workloads",
         "lab.inject",
         "lab.simulate",
@@ -186,6 +199,7 @@ WITHOUT_TORCH = (
     "base.slurm",
     "base.system_errors",
     "base.temporary",
+    "checkpoint.files.registry",
     "checkpoint.interval",
     "comm.launchers",
     "setting_choices",
@@ -202,6 +216,7 @@ WITHOUT_TORCH = (
     "tools.debug",
     "tools.divergence",
     "tools.iteration_cost",
+    "tools.replay",
     "launch",
     "cli",
     "faults.points",

@@ -24,10 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint import FORMATS, flatten, load, read_manifest, take, verify, write, write_tensors
-from holdfast.checkpoint.files import dcp, npz
-from holdfast.checkpoint.files.base import STAND_INS, numpy_dtype
 from holdfast.checkpoint.format import DTYPES, tensor_bytes
 from holdfast.errors import CheckpointCorrupt, CheckpointError
+from holdfast.tools.formats import dcp, npz
+from holdfast.tools.formats.base import STAND_INS, numpy_dtype
 
 SHARED = [name for name in FORMATS if name != "dcp"]
 """The formats that several writers can write, and that hold no clock, path or chance."""
@@ -474,7 +474,7 @@ def test_npz_uses_the_large_fields_of_zip(tmp_path, monkeypatch, limit):
 def test_npz_holds_more_members_than_the_small_field_counts(tmp_path):
     tensors = {str(i): torch.empty(0, dtype=torch.int8) for i in range(0xFFFF + 1)}
 
-    FORMATS["npz"].lay_out(tmp_path, "part-00000", tensors)
+    npz.Npz().lay_out(tmp_path, "part-00000", tensors)
 
     with zipfile.ZipFile(tmp_path / "part-00000.npz") as file:
         assert len(file.namelist()) == 0xFFFF + 1
@@ -484,7 +484,7 @@ def test_npz_holds_more_members_than_the_small_field_counts(tmp_path):
 @pytest.mark.timeout(600)
 def test_npz_holds_more_than_four_gigabytes(tmp_path):
     large = torch.zeros((1 << 32) + 100, dtype=torch.uint8)
-    layout = FORMATS["npz"].lay_out(tmp_path, "part-00000", {"large": large, "last": torch.zeros(3)})
+    layout = npz.Npz().lay_out(tmp_path, "part-00000", {"large": large, "last": torch.zeros(3)})
 
     with np.load(tmp_path / "part-00000.npz") as file:
         assert file["last"].tolist() == [0.0] * 3

@@ -9,14 +9,14 @@ import safetensors.torch
 import torch
 
 from holdfast.checkpoint import FORMATS, load, open_storage, read_manifest, steps, storage, write_tensors
-from holdfast.checkpoint.compare import compare
-from holdfast.checkpoint.convert import convert
-from holdfast.checkpoint.files.base import TensorInfo, TensorSource
-from holdfast.checkpoint.files.kinds import open_imported
 from holdfast.checkpoint.format import DTYPES
-from holdfast.checkpoint.listing import attempts, examine, prune
-from holdfast.checkpoint.source import saved_source, tensor_digest
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from holdfast.tools.checkpoints.compare import compare
+from holdfast.tools.checkpoints.convert import convert
+from holdfast.tools.checkpoints.listing import attempts, examine, prune
+from holdfast.tools.checkpoints.source import saved_source, tensor_digest
+from holdfast.tools.formats.base import TensorInfo, TensorSource
+from holdfast.tools.formats.kinds import open_imported
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 

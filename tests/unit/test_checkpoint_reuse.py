@@ -9,15 +9,15 @@ from checkpoint_chain import Chain, copy_of, files_of, small_blocks
 
 from holdfast.checkpoint import find_damage, load, read_manifest, steps, take, verify
 from holdfast.checkpoint import reuse as reuses
-from holdfast.checkpoint.convert import convert
 from holdfast.checkpoint.manager import CheckpointStore
 from holdfast.checkpoint.manifest import parse
-from holdfast.checkpoint.source import saved_source
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.config import Settings
 from holdfast.errors import CheckpointCorrupt
 from holdfast.state.manager import CheckpointManager
+from holdfast.tools.checkpoints.convert import convert
+from holdfast.tools.checkpoints.source import saved_source
 
 
 @pytest.fixture(autouse=True)

@@ -24,11 +24,11 @@ from holdfast.checkpoint import (
     write_tensors,
 )
 from holdfast.checkpoint.blocks import BLOCK_BYTES
-from holdfast.checkpoint.listing import examine_all
 from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 from holdfast.faults import points
+from holdfast.tools.checkpoints.listing import examine_all
 
 ATTEMPT = {"token": "1a-0"}
 

@@ -19,12 +19,12 @@ from holdfast.engine.vote import MinMax
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import EVERYTHING, WINDOW_BYTES, RotatingDigest
-from holdfast.integrity.plausible import find_odd
 from holdfast.integrity.ranges import Ranges
 from holdfast.integrity.recompute_check import RecomputeCheck
 from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.integrity.snapshots import copied
 from holdfast.records.files import read_run
+from holdfast.tools.checkpoints.plausible import find_odd
 
 
 def make(hidden=512):

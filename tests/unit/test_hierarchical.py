@@ -18,7 +18,8 @@ from holdfast.comm.allreduce import adding, chain, hierarchical
 from holdfast.comm.allreduce.chain import ChainReduce, is_shorter, visits_of
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rails
 from holdfast.comm.allreduce.mover import FabricMover
-from holdfast.comm.allreduce.shm import HostMemory, aligned
+from holdfast.comm.allreduce.path import ReduceCall, aligned
+from holdfast.comm.allreduce.shm import HostMemory
 from holdfast.errors import PeerFailed, ScriptError
 
 
@@ -90,7 +91,7 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
         of_host = HostMemory(reach, results[mine], results[mine], fabric.words[mine], range(fabric.count))
         kind = ChainReduce if order == "fold" else HierarchicalReduce
         add = kind(comm, of_process, of_host, mover(comm))
-        return [add(span, slots, order, mean, lambda: None).clone() for _ in range(times)][-1]
+        return [add(span, slots, ReduceCall(order, mean)).clone() for _ in range(times)][-1]
 
     return fabric.run(work, comm)
 
@@ -247,7 +248,7 @@ def test_vectors_of_different_lengths_are_refused_by_all():
         mine = fabric.of_process[comm.me]
         of_host = HostMemory([[]] * 3, results[mine], results[mine], fabric.words[mine], range(3))
         add = HierarchicalReduce(comm, fabric.of_process, of_host, FabricMover(comm))
-        add(SlotSpan(0, 3 + (comm.me == 1), SUM_TYPE), ((),) * 3, "tree", None, lambda: None)
+        add(SlotSpan(0, 3 + (comm.me == 1), SUM_TYPE), ((),) * 3, ReduceCall("tree"))
 
     answers = fabric.run(work)
 
@@ -403,7 +404,7 @@ def test_the_sums_of_all_spans_lie_in_one_buffer_in_turn(hosts, slices, order):
                 expected = torch.empty(span.length)
                 adding.ORDERS[order]([(n, term[: span.length]) for n, term in terms.items()], expected)
                 expected = expected.bfloat16().float() if is_rounded(order) else expected
-                assert torch.equal(add(span, slots, order, None, lambda: None), expected)
+                assert torch.equal(add(span, slots, ReduceCall(order)), expected)
         return [buffer.numel() for buffer in add.buffers]
 
     chunk = aligned((2 if is_rounded(order) else 4) * 3200 // hosts)
@@ -449,7 +450,7 @@ def running_sums(slots, kind=Thread, *, checked):
         add = ChainReduce(comm, fabric.of_process, memory, FabricMover(comm))
         for _ in range(2):
             for span in spans:
-                result = add(span, slots, "fold", None, lambda: None, found.append)
+                result = add(span, slots, ReduceCall("fold", altered=found.append))
                 assert kind is LosesABit or torch.equal(result, expected[span])
         return [buffer.numel() for buffer in add.buffers], found
 

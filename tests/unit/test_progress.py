@@ -12,15 +12,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from holdfast.checkpoint.convert import convert
 from holdfast.checkpoint.loading import find_damage, read_manifest
 from holdfast.checkpoint.save import write_tensors
-from holdfast.checkpoint.source import saved_source
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.storage.counted import CountedStorage
 from holdfast.cli import progress as module
 from holdfast.cli.progress import Reporter, progress
 from holdfast.observe.terminal.bar import bar_line
+from holdfast.tools.checkpoints.convert import convert
+from holdfast.tools.checkpoints.counted import CountedStorage
+from holdfast.tools.checkpoints.source import saved_source
 
 
 @pytest.fixture

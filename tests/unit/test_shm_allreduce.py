@@ -19,6 +19,7 @@ from train_reference import train
 from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan
 from holdfast.comm.allreduce import adding, ordered
 from holdfast.comm.allreduce import shm as shared
+from holdfast.comm.allreduce.path import ReduceCall
 from holdfast.comm.allreduce.shm import HostMemory, SharedMemoryReduce
 from holdfast.comm.memory import SharedSegment, open_segment
 from holdfast.data.plan import MiniBatch, PlanCursor
@@ -355,7 +356,7 @@ def sum_with_a_liar(other_is_at):
 
 
 def sum_once(add):
-    return add(SPAN, ((0,), (1,)), "fold", None, lambda: None)
+    return add(SPAN, ((0,), (1,)), ReduceCall("fold"))
 
 
 @pytest.mark.parametrize("other_is_at", [0, 1])

@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.checkpoint import CheckpointStore, steps, verify
 from holdfast.checkpoint.format import flatten
-from holdfast.checkpoint.listing import attempts, prune
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.comm import VirtualCommunicator
@@ -25,6 +24,7 @@ from holdfast.models.standby_files import StandbyFiles
 from holdfast.models.training_state import clone
 from holdfast.records.files import read_run
 from holdfast.records.types import PartRestored, Recovered
+from holdfast.tools.checkpoints.listing import attempts, prune
 
 PATIENCE_S = 60.0
 PART = 2

@@ -15,7 +15,8 @@ Nothing is ever unpickled. ``docs/reference/checkpoint-format.md`` specifies the
 ``save.py`` has the order of operations, ``loading.py`` and ``values.py`` the checks, ``format.py`` the types that can be
 saved, ``manifest.py`` the manifest, ``parts.py`` parts from several writers, ``files/`` the tensor file formats,
 ``storage/`` the storage back ends, ``writer.py`` writing in the background. A session uses
-``manager.py``. The ``ckpt`` command uses ``listing.py``, ``source.py``, ``compare.py`` and ``convert.py``.
+``manager.py``. What the ``ckpt`` command does beyond this is in ``tools/checkpoints/``, files of other programs in
+``tools/formats/``.
 
 Importing this does not load torch: each name is loaded on first use. So no module may have the name of a function here.
 """
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.files.kinds import FORMATS
+    from holdfast.checkpoint.files.registry import FORMATS
     from holdfast.checkpoint.format import Shard, flatten, unflatten
     from holdfast.checkpoint.loading import (
         LoadedCheckpoint,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.write_plan import WritePlan, take
 
 _NAMES = {
-    "files.kinds": "FORMATS",
+    "files.registry": "FORMATS",
     "format": "Shard flatten unflatten",
     "loading": "LoadedCheckpoint find_damage load load_box load_newest newest_intact read_manifest steps verify",
     "manager": "CheckpointStore",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast.checkpoint.files.kinds import FORMATS
+from holdfast.checkpoint.files.registry import format_names, is_format
 from holdfast.checkpoint.format import DTYPES, flatten, unflatten
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry, parse
 from holdfast.checkpoint.parts import Wanted, select
@@ -278,8 +278,10 @@ def _parse(step: int, data: bytes) -> Manifest:
     manifest = parse(data)
     if manifest.step != step:
         raise CheckpointCorrupt(f"manifest, step: says {manifest.step}, but its directory is that of step {step}")
-    if manifest.format not in FORMATS:
-        raise CheckpointCorrupt(f"manifest, format: must be one of {', '.join(FORMATS)}, is {manifest.format!r:.80}")
+    if not is_format(manifest.format):
+        raise CheckpointCorrupt(
+            f"manifest, format: must be one of {', '.join(format_names())}, is {manifest.format!r:.80}"
+        )
     return manifest
 
 

@@ -88,7 +88,7 @@ class Manifest:
 
     step: int  # Number of steps that the state contains
     generation: int  # Generation of the communicator when the step was durable
-    format: str  # Format of the files, one of :data:`~holdfast.checkpoint.files.kinds.FORMATS`
+    format: str  # Format of the files, one of :func:`~holdfast.checkpoint.files.registry.format_names`
     folder: str  # Folder of the files, next to the manifest
     files: dict[str, FileEntry]  # By name
     tensors: dict[str, TensorEntry]  # By path

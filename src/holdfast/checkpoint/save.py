@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.block_writer import write_blocks
-from holdfast.checkpoint.files.kinds import FORMATS
+from holdfast.checkpoint.files.registry import check_format, make_writer
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, dump, is_data_folder, parse, versions
 from holdfast.checkpoint.parts import merge
 from holdfast.checkpoint.reuse import BlockReuse
@@ -189,7 +189,7 @@ def write(
         step: Number of steps that the state contains, at least 0.
         content: From :func:`take`; its values must not change before this returns.
         info: Any other metadata, as plain JSON.
-        format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
+        format: One of :func:`~holdfast.checkpoint.files.registry.format_names`.
         token: Identifies this attempt at the step, the same at all writers: lower-case letters, digits, ``-``.
         clean: See :class:`PendingCheckpoint`; pass the same set for each checkpoint.
         tell: Called with the bytes of each block that is written, from any thread.
@@ -244,7 +244,7 @@ def _write_files(
     reused = None if reuse is None else reuse.plan(storage, step, folder, content)
     boxes = content.boxes if reused is None else reused.boxes
     with explained(f"write the checkpoint of step {step} to", path):
-        layout = FORMATS[format].lay_out(path, f"part-{content.part:05d}", {box.key: box.tensor for box in boxes})
+        layout = make_writer(format).lay_out(path, f"part-{content.part:05d}", {box.key: box.tensor for box in boxes})
         files, tensors = write_blocks(path, layout, boxes, tell)
     described = Manifest(
         step=step,
@@ -265,8 +265,7 @@ def _name_folder(step: int, format: str, token: str) -> str:
     """Return the name of the data folder of an attempt; raise a ConfigError if an argument is not allowed."""
     if step < 0:
         raise ConfigError(f"step must be at least 0, got {step}")
-    if format not in FORMATS:
-        raise ConfigError(f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}")
+    check_format(format)
     name = f"data-{token or secrets.token_hex(4)}"
     if not is_data_folder(name):
         raise ConfigError(

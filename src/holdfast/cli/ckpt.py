@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -13,16 +12,13 @@ import typer
 from typer import Argument, Option
 
 from holdfast.base.formatting import size
-from holdfast.cli.places import find, find_root, opened
 from holdfast.cli.progress import progress
 from holdfast.cli.tables import count, moment, need_command, print_json, say, table, warn, warn_of
-from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
+from holdfast.errors import CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.compare import Comparison, TensorDiff
-    from holdfast.checkpoint.files.base import TensorSource
-    from holdfast.checkpoint.listing import CheckpointStatus
-    from holdfast.checkpoint.storage import Storage
+    from holdfast.tools.checkpoints.compare import Comparison, TensorDiff
+    from holdfast.tools.checkpoints.listing import CheckpointStatus
 
 _DAMAGED = 3
 """Exit code if damaged data was found."""
@@ -63,7 +59,8 @@ def ls(
 
     Example: holdfast ckpt ls runs/a
     """
-    from holdfast.checkpoint.listing import attempts, examine_all
+    from holdfast.tools.checkpoints.listing import attempts, examine_all
+    from holdfast.tools.checkpoints.paths import find_root
 
     storage = find_root(directory)
     with progress(f"reading {storage.url}", quiet=as_json) as now:
@@ -129,8 +126,15 @@ def show(
 
     Example: holdfast ckpt show runs/a --step 20
     """
-    with progress(f"opening {path}", quiet=as_json) as now, opened(path, step, now) as source:
-        facts = _tensor_facts(source, now)
+    from holdfast.tools.checkpoints.paths import opened
+    from holdfast.tools.checkpoints.source import facts_of
+
+    with (
+        progress(f"opening {path}", quiet=as_json) as now,
+        opened(path, step, now, on_damaged=warn_of) as source,
+    ):
+        facts = facts_of(source, now)
+    facts["written"] = None if facts["written"] is None else moment(facts["written"])
     if as_json:
         print_json(facts)
         return 0
@@ -149,34 +153,6 @@ def show(
     return 0
 
 
-def _tensor_facts(source: TensorSource, now: Any) -> dict[str, Any]:
-    from holdfast.checkpoint.source import tensor_digest
-
-    manifest = source.manifest
-    tensors = []
-    for path, entry in source.tensors.items():
-        if path in source.ties:
-            continue
-        now(f"reading {path}")
-        xxh3 = tensor_digest(source.read(path)) if manifest is None else manifest.tensors[path].xxh3
-        dtype = str(entry.dtype).removeprefix("torch.")
-        shape = list(entry.shape)
-        tensors.append({"path": path, "dtype": dtype, "shape": shape, "bytes": entry.size_bytes, "xxh3": xxh3})
-    return {
-        "path": source.name,
-        "format": source.kind,
-        "step": source.step,
-        "generation": None if manifest is None else manifest.generation,
-        "files": None if manifest is None else {name: file.size_bytes for name, file in manifest.files.items()},
-        "written": None if source.written_s is None else moment(source.written_s),
-        "versions": None if manifest is None else manifest.versions,
-        "info": {} if manifest is None else manifest.info,
-        "tensors": tensors,
-        "ties": dict(source.ties),
-        "bytes": sum(tensor["bytes"] for tensor in tensors),
-    }
-
-
 @ckpt.command("verify")
 def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> int:
     """Read every byte, and report all damage.
@@ -185,16 +161,16 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
 
     Example: holdfast ckpt verify runs/a/step-00000020
     """
-    from holdfast.checkpoint.listing import examine, examine_all
-    from holdfast.checkpoint.loading import steps
-    from holdfast.checkpoint.storage.counted import CountedStorage
+    from holdfast.tools.checkpoints.counted import CountedStorage
+    from holdfast.tools.checkpoints.listing import bytes_of, examine, examine_all
+    from holdfast.tools.checkpoints.paths import find
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
         what = f"{path} is a file of another program, which has no digests"
         raise ConfigError(f"{what}; name a checkpoint, or a directory of checkpoints")
     storage, named = find(path)
     with progress(f"reading {storage.url}", quiet=as_json) as now:
-        now.expect(_bytes_of(storage, steps(storage) if named is None else [named]))
+        now.expect(bytes_of(storage, named))
         storage = CountedStorage(storage, now.advance)
         if named is None:
             checkpoints = examine_all(storage, lambda step: now(f"reading step {step}"))
@@ -209,17 +185,6 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
         for examined in checkpoints:
             _say_verified(examined, everything)
     return _DAMAGED if any(examined.damage for examined in checkpoints) else 0
-
-
-def _bytes_of(storage: Storage, steps: Sequence[int]) -> int:
-    """Return the size of checkpoints, as far as their manifests can be read."""
-    from holdfast.checkpoint.loading import read_manifest
-
-    total = 0
-    for step in steps:
-        with contextlib.suppress(CheckpointCorrupt, CheckpointMissing):
-            total += read_manifest(storage, step).size_bytes
-    return total
 
 
 def _say_verified(examined: CheckpointStatus, everything: bool) -> None:
@@ -253,9 +218,14 @@ def diff(
 
     Example: holdfast ckpt diff runs/a/step-00000020 exported.safetensors
     """
-    from holdfast.checkpoint.compare import compare
+    from holdfast.tools.checkpoints.compare import compare
+    from holdfast.tools.checkpoints.paths import opened
 
-    with progress(f"opening {first}", quiet=as_json) as now, opened(first, now=now) as a, opened(second, now=now) as b:
+    with (
+        progress(f"opening {first}", quiet=as_json) as now,
+        opened(first, now=now, on_damaged=warn_of) as a,
+        opened(second, now=now, on_damaged=warn_of) as b,
+    ):
         comparison = compare(a, b, lambda path: now(f"comparing {path}"))
         names, kinds = {"a": a.name, "b": b.name}, {"a": a.kind, "b": b.kind}
     if as_json:
@@ -329,25 +299,27 @@ def convert(
 
     Example: holdfast ckpt convert runs/a/step-00000020 exported --to hdf5
     """
-    from holdfast.checkpoint.convert import check_format
-    from holdfast.checkpoint.convert import convert as carry_out
+    from holdfast.checkpoint.files.registry import check_format
     from holdfast.checkpoint.storage import open_storage
-    from holdfast.checkpoint.storage.counted import CountedStorage
+    from holdfast.tools.checkpoints.convert import convert as carry_out
+    from holdfast.tools.checkpoints.counted import CountedStorage
+    from holdfast.tools.checkpoints.paths import opened
+    from holdfast.tools.checkpoints.plausible import check_values
 
-    check_format(to)
+    check_format(to, "the format")
     if guard not in _GUARDS:
         raise ConfigError(f"--guard must be one of {', '.join(_GUARDS)}, got {guard!r}")
     if Path(target).is_file():
         raise ConfigError(f"{target} is a file; name a directory or URL for the new checkpoint")
     with (
         progress(f"opening {source}", quiet=as_json) as now,
-        opened(source, now=now, count=now.advance) as opened_source,
+        opened(source, now=now, count=now.advance, on_damaged=warn_of) as opened_source,
     ):
         size_bytes = sum(tensor.size_bytes for tensor in opened_source.tensors.values())
         now.expect((2 if opened_source.manifest is None else 3) * size_bytes)  # read, written, and read again
         if opened_source.manifest is None and guard != "off":
             now(f"checking the values of {opened_source.name}")
-            _check_plausible(opened_source, guard)
+            check_values(opened_source, is_fatal=guard == "stop", tell=warn)
         now(f"converting {opened_source.name}")
         saved = carry_out(opened_source, CountedStorage(open_storage(target), now.advance), to, now.advance)
         num_tensors = len(opened_source.tensors) - len(opened_source.ties)
@@ -356,21 +328,6 @@ def convert(
     else:
         say(f"{saved.path}: {to}, {count(num_tensors, 'tensor')}, {size(saved.size_bytes)}; all digests match")
     return 0
-
-
-def _check_plausible(source: TensorSource, guard: str) -> None:
-    """Warn of values that training does not produce; if ``guard`` is ``"stop"``, raise a CheckpointCorrupt."""
-    from holdfast.integrity.plausible import find_odd
-
-    for path in source.tensors:
-        odd = find_odd(source.read(path))
-        if odd is None:
-            continue
-        msg = f"{source.name}: {path}{odd}: a bit may have flipped; compare with another copy (holdfast ckpt diff)"
-        if guard == "stop":
-            msg += ", or accept it: --guard off"
-            raise CheckpointCorrupt(msg)
-        warn(msg)
 
 
 @ckpt.command("prune")
@@ -389,7 +346,8 @@ def prune(
 
     Example: holdfast ckpt prune runs/a --keep-last 3 --keep-every 1000 --dry-run
     """
-    from holdfast.checkpoint.listing import prune as carry_out
+    from holdfast.tools.checkpoints.listing import prune as carry_out
+    from holdfast.tools.checkpoints.paths import find_root
 
     for name, value, least in (("--keep-last", keep_last, 2), ("--keep-every", keep_every, 0)):
         if value < least:

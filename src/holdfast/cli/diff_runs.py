@@ -13,14 +13,12 @@ from holdfast.cli.progress import progress
 from holdfast.cli.tables import count, print_json, say
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.compare import ValueDifference
     from holdfast.tools.certificate import CertificateFinding, CertifiedSteps
+    from holdfast.tools.checkpoints.compare import ValueDifference
     from holdfast.tools.divergence import Divergence, RunComparison
 
 _MOST_TENSORS = 5
 _WRONG = 3
-_MODEL = "replica/"
-"""Prefix of the paths of model and optimizer in a checkpoint."""
 
 
 def diff_runs(
@@ -42,7 +40,7 @@ def diff_runs(
     from holdfast.records.files import load_events
     from holdfast.summary.files import load_report
     from holdfast.tools.certificate import CertifiedSteps
-    from holdfast.tools.divergence import compare_runs, different_settings
+    from holdfast.tools.divergence import compare_runs, different_settings, first_saved_difference
 
     reports = [load_report(folder) for folder in (first, second)]
     runs = [CertifiedSteps(load_events(folder), str(folder)) for folder in (first, second)]
@@ -51,7 +49,7 @@ def diff_runs(
     if compared is None:
         a, b = (f"steps {run.first} to {run.last}" for run in runs)
         raise ConfigError(f"the runs have no step in common: {first} has {a}, {second} {b}")
-    spot = None if compared.divergence is None else _compare_checkpoints(runs, compared.divergence)
+    spot = None if compared.divergence is None else first_saved_difference(runs, compared.divergence, progress)
     findings = [run.check() or run.check_workers() for run in runs]
     if as_json:
         print_json(_as_dict(compared, settings, spot, findings))
@@ -60,30 +58,6 @@ def diff_runs(
     if compared.divergence is not None:
         return 1
     return _WRONG if any(findings) else 0
-
-
-def _compare_checkpoints(runs: Sequence[CertifiedSteps], divergence: Divergence) -> tuple[int, ValueDifference] | None:
-    """Return the first different value in the first common checkpoints after the divergence, and their step."""
-    from holdfast.checkpoint.compare import first_difference
-    from holdfast.cli.places import opened
-    from holdfast.errors import CheckpointError, ConfigError
-
-    places = [_checkpoints(run) for run in runs]
-    for step in sorted(step for step in places[0] if step in places[1] and step >= divergence.step):
-        try:
-            with progress(f"comparing step {step}"), opened(places[0][step]) as a, opened(places[1][step]) as b:
-                spot = first_difference(a, b, _MODEL)
-        except (CheckpointError, ConfigError):  # removed since, or damaged: try the next one
-            continue
-        if spot is not None:
-            return step, spot
-    return None
-
-
-def _checkpoints(run: CertifiedSteps) -> dict[int, str]:
-    from holdfast.records.types import CheckpointSaved
-
-    return {record.step: record.path for record in run.records if isinstance(record, CheckpointSaved)}
 
 
 # -- output
@@ -115,7 +89,9 @@ def _show(
         say(line, "bold red" if line.startswith("they diverge") else "")
     if spot is not None:
         step, value = spot
-        place = f"{value.path.removeprefix(_MODEL)}{list(value.index)}"
+        place = (
+            f"{value.path.removeprefix('replica/')}{list(value.index)}"  # where a checkpoint has model and optimizer
+        )
         say(f"saved before step {step}, first difference: {place}: {value.values[0]} / {value.values[1]}")
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from holdfast.cli.tables import count, print_json, say, warn
-from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from holdfast.tools.certificate import CertificateFinding, CertifiedSteps
@@ -53,9 +52,9 @@ def verify(
 
     Example: holdfast verify out --from 20 --to 40
     """
-    from holdfast.cli.replaying import load_job
     from holdfast.records.files import load_events
     from holdfast.tools.certificate import CertifiedSteps
+    from holdfast.tools.replay import load_job, replay_steps
 
     report = load_job(directory)
     run = CertifiedSteps(load_events(directory), str(directory))
@@ -71,63 +70,13 @@ def verify(
         if not as_json:
             _show_findings(workers)
         if not records_only:
-            result["replay"] = replay = _replay(run, report, script, start, stop, trusted=trust)
+            result["replay"] = replay = replay_steps(run, report, script, start, stop, trusted=trust, tell=warn)
             wrong |= replay["parting"] is not None
             if not as_json:
                 _show_replay(replay)
     if as_json:
         print_json(result | {"verified": not wrong})
     return _WRONG if wrong else 0
-
-
-def _replay(
-    run: CertifiedSteps,
-    report: dict[str, Any],
-    script: Path | None,
-    wanted: int | None,
-    stop: int | None,
-    *,
-    trusted: bool,
-) -> dict[str, Any]:
-    """Replay steps; return which, from which state, and where they diverge from the records, if they do."""
-    from holdfast.cli.replaying import ReplayPlan, find_start, other_kind, script_of, why_not
-    from holdfast.tools.certificate import CertifiedSteps
-    from holdfast.tools.divergence import compare_runs
-
-    first = run.first if wanted is None else wanted
-    last = run.last if stop is None else stop
-    if not run.first <= first <= last <= run.last:
-        options = {"--from": wanted, "--to": stop}
-        bounds = " ".join(f"{option} {step}" for option, step in options.items() if step is not None)
-        raise ConfigError(
-            f"--from and --to must be within the steps of {run.name}, {run.first} to {run.last}, in this order, got {bounds}"
-        )
-    if why := why_not(report, first, last):
-        raise ConfigError(f"{run.name} cannot be replayed: {why}")
-    path = script_of(report, script, trusted=trusted)
-    begin, url = find_start(run, report, first)
-    if why := why_not(report, begin, last):
-        raise ConfigError(
-            f"{run.name} cannot be replayed from step {begin}, the last step before {first} with a saved state: {why}"
-        )
-    replay = ReplayPlan(
-        script=path,
-        job=report["job"],
-        nodes=report["nodes"],
-        started=run.started,
-        start=begin,
-        stop=last,
-        checkpoint=url,
-    )
-    again = CertifiedSteps(replay.run(), "the replay")
-    if odd := other_kind(run, again):
-        warn(f"bits may differ for this reason alone: {odd}")
-    compared = compare_runs(run, again, until=last)
-    if compared is None or (compared.divergence is None and compared.last < last):
-        done = f"only steps {again.first} to {again.last} were"
-        raise ConfigError(f"steps {begin} to {last} should have been replayed, but {done}")
-    at_end = bool(run.finished) and run.finished[0].step == last + 1
-    return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.divergence}
 
 
 # -- output

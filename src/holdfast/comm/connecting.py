@@ -15,7 +15,7 @@ def connect(fabric: str, endpoint: Endpoint | None = None) -> Communicator:
     """Return the communicator of this process.
 
     Args:
-        fabric: A name from :func:`~holdfast.comm.fabrics.registry.fabric_names`, or "" for ``ulfm`` under mpirun and
+        fabric: A name of :mod:`~holdfast.comm.fabrics.registry`, or "" for ``ulfm`` under mpirun and
             one virtual worker otherwise.
         endpoint: With what it connects; None: what its launcher says.
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from holdfast.comm.allreduce.shm import DTYPES, aligned
+from holdfast.comm.allreduce.path import aligned
+from holdfast.comm.allreduce.shm import DTYPES
 from holdfast.comm.memory import OpenSegments, SharedSegment, open_segment
 
 MAX_DIMS = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +16,13 @@ if TYPE_CHECKING:
 _SIGNATURE_BYTES = 256
 
 
-def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
+def debug_wanted() -> bool:
     """Return whether ``HOLDFAST_DEBUG`` asks that ranks compare the collectives that they call, before each.
 
     Raises:
         ConfigError: if it is neither 0 nor 1.
     """
-    text = (os.environ if env is None else env).get("HOLDFAST_DEBUG", "")
-    return bool(parse("HOLDFAST_DEBUG", text, default=False))
+    return bool(parse("HOLDFAST_DEBUG", os.environ.get("HOLDFAST_DEBUG", ""), default=False))
 
 
 def compare_calls(job: Collective) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import Work
 
 from holdfast.comm.allreduce.ordered import SlotSpan
-from holdfast.comm.allreduce.shm import ALIGN
+from holdfast.comm.allreduce.path import ALIGN
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.group_base import GroupBase, Tensors
 from holdfast.distributed.members import GroupMembers

@@ -31,8 +31,6 @@ EVERYTHING = -1
 """Pseudo step in which all windows are hashed."""
 HALVES = ("weights", "optimizer")
 """The two kinds of windows that the guard compares."""
-EVERY_KIND = (*HALVES, "buffers")
-"""The kinds of windows that the certificate covers."""
 _LIKE_NUMPYS = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32})
 """Data types that NumPy views without a conversion."""
 _MOST_PIECES = 64

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.comm import SlotSpan
-from holdfast.comm.allreduce.shm import ALIGN
+from holdfast.comm.allreduce.path import ALIGN
 
 _NOWHERE = SlotSpan(0, 0, torch.float32)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from holdfast.checkpoint import CheckpointStore, LoadedCheckpoint, WritePlan, take
+from holdfast.checkpoint.files.registry import make_writer
 from holdfast.checkpoint.interval import AdaptiveInterval
 from holdfast.checkpoint.parts import Wanted, pick
 from holdfast.checkpoint.retention import to_remove
@@ -56,11 +57,12 @@ class CheckpointManager:
 
     def _open(self, url: str) -> None:
         format = self._settings.checkpoint_format
+        self._one_writer = make_writer(format).one_writer
         self._checkpoints = CheckpointStore(url, format, self._settings.launch_dir)
         self._writer = CheckpointWriter(
             self._checkpoints,
             background=self._background,
-            incremental=self._settings.incremental_checkpoints and format != "dcp",  # there, torch places the values
+            incremental=self._settings.incremental_checkpoints and not self._one_writer,
             after_commit=self._prune,
         )
 
@@ -201,10 +203,10 @@ class CheckpointManager:
         """
         if self._begun == (step, generation):
             return
-        if distinct and len(writers) > 1 and self._settings.checkpoint_format == "dcp":
+        if distinct and len(writers) > 1 and self._one_writer:
             raise ConfigError(
-                "checkpoint_format dcp can be written by one worker only, and the parts of this model are held by "
-                f"{len(writers)}; choose safetensors, npz or hdf5"
+                f"checkpoint_format {self._settings.checkpoint_format} can be written by one worker only, and the parts of this "
+                f"model are held by {len(writers)}; choose safetensors, npz or hdf5"
             )
         self._begun, self._is_requested = (step, generation), False
         if self.adaptive is not None:
@@ -231,7 +233,7 @@ class CheckpointManager:
         if me not in writers:
             return None
         content = take(state)
-        if len(writers) > 1 and content.size_bytes > SHARED_BYTES and self._settings.checkpoint_format != "dcp":
+        if len(writers) > 1 and content.size_bytes > SHARED_BYTES and not self._one_writer:
             return take(state, writers.index(me), len(writers))
         return content if me == writers[0] else None
 

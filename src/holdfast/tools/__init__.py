@@ -1,1 +1,1 @@
-"""Tools beside training: the doctor, checks and comparisons of runs, and debug bundles. The core does not need them."""
+"""Tools beside training: the doctor, checkpoints and files of other programs, checks and comparisons of runs, and debug bundles."""

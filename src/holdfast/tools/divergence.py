@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holdfast.records.types import RunStarted
+from holdfast.errors import CheckpointError, ConfigError
+from holdfast.records.types import CheckpointSaved, RunStarted
 from holdfast.recovery.registry import strategy_class
 from holdfast.tools.certificate import CertifiedSteps, differing
 
+if TYPE_CHECKING:
+    from holdfast.tools.checkpoints.compare import ValueDifference
+
+_MODEL = "replica/"
+"""Prefix of the paths of model and optimizer in a checkpoint."""
 _DECIDE = ("seed", "slices", "order", "split", "batch", "rescale", "parameters")
 """Settings of a run that decide its bits."""
 
@@ -158,3 +165,32 @@ def _deciding_settings(started: RunStarted, job: Mapping[str, Any]) -> dict[str,
     settings = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.platform)
     program = {"script": job["sha256"], "arguments": job["args"], **job["versions"]} if job else {}
     return settings | program
+
+
+def first_saved_difference(
+    runs: Sequence[CertifiedSteps], divergence: Divergence, progress: Callable[[str], AbstractContextManager[object]]
+) -> tuple[int, ValueDifference] | None:
+    """Return the first different value in the first common checkpoints after the divergence, and their step.
+
+    Args:
+        runs: The two runs.
+        divergence: Their divergence.
+        progress: Shows a text while two checkpoints are compared.
+    """
+    from holdfast.tools.checkpoints.compare import first_difference
+    from holdfast.tools.checkpoints.paths import opened
+
+    places = [_checkpoints(run) for run in runs]
+    for step in sorted(step for step in places[0] if step in places[1] and step >= divergence.step):
+        try:
+            with progress(f"comparing step {step}"), opened(places[0][step]) as a, opened(places[1][step]) as b:
+                spot = first_difference(a, b, _MODEL)
+        except (CheckpointError, ConfigError):  # removed since, or damaged: try the next one
+            continue
+        if spot is not None:
+            return step, spot
+    return None
+
+
+def _checkpoints(run: CertifiedSteps) -> dict[int, str]:
+    return {record.step: record.path for record in run.records if isinstance(record, CheckpointSaved)}

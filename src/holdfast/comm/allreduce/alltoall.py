@@ -27,11 +27,11 @@ from typing import NamedTuple
 import torch
 
 from holdfast.base.orders import base_of, is_rounded, unit_of
-from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
-from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption
+from holdfast.comm.allreduce.adding import TiledSum, addable
+from holdfast.comm.allreduce.checksums import SUM, ChecksummedVector
 from holdfast.comm.allreduce.message_memory import MessageMemory
 from holdfast.comm.allreduce.parts import BALANCED_BYTES, Division, divide
-from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, SlotSpan
+from holdfast.comm.allreduce.path import LEFT_OUT, ReduceCall, ReducePath, Slots, SlotSpan
 from holdfast.comm.base import Collectives
 
 _MOST_KEPT = 512
@@ -75,7 +75,7 @@ class _Plan:
     take_relayed: _Messages
 
 
-class AllToAllReduce:
+class AllToAllReduce(ReducePath):
     """The all-reduce for processes without (enough) shared memory.
 
     Args:
@@ -88,8 +88,6 @@ class AllToAllReduce:
     def __init__(
         self, comm: Collectives, terms: Sequence[torch.Tensor], slot_bytes: int, *, keeps_terms: bool = True
     ) -> None:
-        self.result_memory = None
-        """See :attr:`SharedMemoryReduce.result_memory`."""
         self.keeps_terms = keeps_terms
         self._comm = comm
         self._terms = terms
@@ -100,42 +98,34 @@ class AllToAllReduce:
         self._plans: dict[tuple[SlotSpan, str, bool], _Plan] = {}
         self._memory = MessageMemory(terms[0].device, self._plans.clear)
 
-    def __call__(
-        self,
-        span: SlotSpan,
-        slots: Slots,
-        order: str,
-        mean: MeanDivisor | None,
-        midway: Midway,
-        altered: Altered = ignore_corruption,
-    ) -> torch.Tensor:
+    def __call__(self, span: SlotSpan, slots: Slots, call: ReduceCall) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
         if not self._is_connected or not span.length:
             self._comm.barrier()  # messages need a collective before them, and without numbers there are no messages
             self._is_connected = True
-        plan = self._get_plan(span, slots, order)
+        plan = self._get_plan(span, slots, call.order)
         for addition in plan.sums:
-            addition(altered=altered)
+            addition(altered=call.altered)
         self._comm.sendrecv(plan.give_rows, plan.take_rows)
-        midway()
-        plan.addition(mean, altered)
+        call.midway()
+        plan.addition(call.mean, call.altered)
         self._comm.sendrecv(plan.give_share, plan.take_shares)
         if plan.is_relayed:
             self._comm.sendrecv(plan.give_relayed, plan.take_relayed)
         if span.checked and not plan.result.is_intact():
-            altered(SUM)
+            call.altered(SUM)
         result = self.result(span)
         if result.data_ptr() != plan.result.numbers.data_ptr():
             result.copy_(plan.result.numbers)
         return result
 
     def result(self, span: SlotSpan) -> torch.Tensor:
-        """Return the last result; it is complete only if the all-reduce completed on this process."""
+        """See :meth:`ReducePath.result`."""
         return span.of(self._result_memory() if self.keeps_terms else self._terms[0])
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The memory of this path besides the terms, bytes."""
+        """See :attr:`ReducePath.buffers`."""
         return tuple(memory for memory in (self._memory.buffer, self._result) if memory is not None)
 
     def _result_memory(self) -> torch.Tensor:

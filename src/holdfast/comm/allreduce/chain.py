@@ -26,12 +26,13 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum
-from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
+from holdfast.comm.allreduce.adding import TiledSum
+from holdfast.comm.allreduce.checksums import SUM, ChecksummedVector, num_tiles
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, ReducePiece, pieces
 from holdfast.comm.allreduce.message_memory import MessageMemory
 from holdfast.comm.allreduce.mover import Mover
-from holdfast.comm.allreduce.shm import LEFT_OUT, HostMemory, Slots, SlotSpan
+from holdfast.comm.allreduce.path import LEFT_OUT, ReduceCall, Slots, SlotSpan
+from holdfast.comm.allreduce.shm import HostMemory
 from holdfast.comm.base import Collectives
 
 ORDER_IN_CHAIN = "fold"
@@ -93,32 +94,28 @@ class ChainReduce(HierarchicalReduce):
         self._chains: dict[SlotSpan, _Plan] = {}
         self._buffer = MessageMemory("cpu", self._chains.clear)
 
-    def __call__(
-        self,
-        span: SlotSpan,
-        slots: Slots,
-        order: str,
-        mean: MeanDivisor | None,
-        midway: Midway,
-        altered: Altered = ignore_corruption,
-    ) -> torch.Tensor:
+    def __call__(self, span: SlotSpan, slots: Slots, call: ReduceCall) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
-        assert order == self.order, order
+        assert self.adds(call.order), call.order
         plan = self._chains.get(span)
         if plan is None or (plan.slots is not slots and plan.slots != slots):
             planner = _Planner(self._me, self._hosts, self._memory, span, slots)
             plan = self._chains[span] = planner.plan(self._buffer)
-        self.check_same(span)  # A: all terms are there
-        midway()
+        self.check_same(span, call.order)  # A: all terms are there
+        call.midway()
         for turn in plan.turns:
             for addition, is_last in turn.additions:
-                addition(mean if is_last else None, altered)
+                addition(call.mean if is_last else None, call.altered)
             if turn.give or turn.take:
                 self._mover.exchange(turn.give, turn.take)
         if not all(result.is_intact() for result in plan.taken):
-            altered(SUM)
+            call.altered(SUM)
         self._barrier()  # B: all shares are there, on all hosts
         return self.result(span)
+
+    def adds(self, order: str) -> bool:
+        """See :meth:`ReducePath.adds`; a chain cannot round."""
+        return order == self.order
 
 
 class _Planner:

@@ -38,13 +38,14 @@ from typing import NamedTuple, cast
 import torch
 
 from holdfast.base.orders import base_of, is_rounded
-from holdfast.comm.allreduce.adding import MeanDivisor, TiledSum, addable
+from holdfast.comm.allreduce.adding import TiledSum, addable
 from holdfast.comm.allreduce.alltoall import Row, row_type
-from holdfast.comm.allreduce.checksums import SUM, Altered, ChecksummedVector, Midway, ignore_corruption, num_tiles
+from holdfast.comm.allreduce.checksums import SUM, ChecksummedVector, num_tiles
 from holdfast.comm.allreduce.host_barrier import HostBarrier
 from holdfast.comm.allreduce.message_memory import Block, MessageMemory
 from holdfast.comm.allreduce.mover import Mover, RoundMover
-from holdfast.comm.allreduce.shm import LEFT_OUT, MAX_INTEGERS, HostMemory, Slots, SlotSpan
+from holdfast.comm.allreduce.path import LEFT_OUT, ReduceCall, ReducePath, Slots, SlotSpan
+from holdfast.comm.allreduce.shm import MAX_INTEGERS, HostMemory
 from holdfast.comm.base import Collectives, Round
 from holdfast.errors import ScriptError
 
@@ -110,7 +111,7 @@ class _Sums(NamedTuple):
     rows: list[list[Row]]
 
 
-class HierarchicalReduce:
+class HierarchicalReduce(ReducePath):
     """The all-reduce for processes on several hosts, each of which has shared memory.
 
     Args:
@@ -122,8 +123,10 @@ class HierarchicalReduce:
 
     order = ORDER_BETWEEN_HOSTS
     """The order of its additions, with or without the rounding of units."""
+    in_place = True
 
     def __init__(self, comm: Collectives, hosts: Sequence[int], memory: HostMemory, mover: Mover) -> None:
+        self.result_memory = memory.result
         self._hosts = hosts
         self._memory = memory
         self._me = comm.processes.index(comm.local_ranks)
@@ -133,26 +136,18 @@ class HierarchicalReduce:
         self._plans: dict[tuple[SlotSpan, str], _Plan] = {}
         self._buffer = MessageMemory("cpu", self._plans.clear)
 
-    def __call__(
-        self,
-        span: SlotSpan,
-        slots: Slots,
-        order: str,
-        mean: MeanDivisor | None,
-        midway: Midway,
-        altered: Altered = ignore_corruption,
-    ) -> torch.Tensor:
+    def __call__(self, span: SlotSpan, slots: Slots, call: ReduceCall) -> torch.Tensor:
         """Return the reduced vector; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
-        assert base_of(order) == self.order, order
-        plan = self._get_plan(span, slots, order)
-        self.check_same(span)  # A: all terms are there
-        midway()
+        assert self.adds(call.order), call.order
+        plan = self._get_plan(span, slots, call.order)
+        self.check_same(span, call.order)  # A: all terms are there
+        call.midway()
         for addition in (addition for part in plan.rounds for addition in part.own):
-            addition(altered=altered)
+            addition(altered=call.altered)
 
         def finish(number: int) -> None:
             for addition in plan.rounds[number].finish:
-                addition(mean, altered)
+                addition(call.mean, call.altered)
 
         if len(plan.rounds) > 1:
             cast("RoundMover", self._mover).pipeline(plan.messages, finish)
@@ -162,13 +157,17 @@ class HierarchicalReduce:
             finish(0)
             self._mover.gather(only.give_results, only.take_results)
         if not all(result.is_intact() for part in plan.rounds for result in part.taken):
-            altered(SUM)
+            call.altered(SUM)
         for packed, result in (pair for part in plan.rounds for pair in part.unpacked):
             result.copy_(packed)
         self._barrier()  # B: all shares are there, on all hosts
         return self.result(span)
 
-    def check_same(self, span: SlotSpan) -> None:
+    def adds(self, order: str) -> bool:
+        """See :meth:`ReducePath.adds`; units may be rounded."""
+        return base_of(order) == self.order
+
+    def check_same(self, span: SlotSpan, order: str) -> None:
         """A barrier; raises ``ScriptError`` unless all processes all-reduce vectors of one length."""
         longest, shortest = self._barrier((span.length, -span.length))
         if longest != -shortest:
@@ -179,17 +178,12 @@ class HierarchicalReduce:
         return self._barrier(values) if len(values) <= MAX_INTEGERS else None
 
     @property
-    def result_memory(self) -> torch.Tensor | None:
-        """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""
-        return self._memory.result
-
-    @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The memory of this path besides terms and result, bytes."""
+        """See :attr:`ReducePath.buffers`."""
         return (self._buffer.buffer,)
 
     def result(self, span: SlotSpan) -> torch.Tensor:
-        """Return the last result; it is complete once *any* worker, on any host, has completed the all-reduce."""
+        """See :meth:`ReducePath.result`; any worker is one on any host."""
         return span.of(self._memory.given)
 
     # -- the plan: additions and messages

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from holdfast.comm.allreduce.checksums import ChecksummedVector, num_tiles
-from holdfast.comm.allreduce.shm import SlotSpan, aligned
+from holdfast.comm.allreduce.path import SlotSpan, aligned
 
 Block = tuple[tuple[int, ...], torch.dtype]
 """The shape of numbers, whose last dimension is a part of a vector, and their type."""

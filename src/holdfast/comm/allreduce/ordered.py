@@ -21,14 +21,12 @@ from holdfast.comm.allreduce.chain import ORDER_IN_CHAIN, ChainReduce, is_shorte
 from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HierarchicalReduce
 from holdfast.comm.allreduce.mover import MakeMover, Mover, fabric_mover
-from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, MemoryExchange, SharedMemoryReduce, Slots, SlotSpan, sum_alone
+from holdfast.comm.allreduce.path import ALIGN, LEFT_OUT, ReduceCall, ReducePath, Slots, SlotSpan
+from holdfast.comm.allreduce.shm import MemoryExchange, SharedMemoryReduce, sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, free_bytes
 
 __all__ = ["SUM", "MeanDivisor", "OrderedAllReduce", "SlotSpan"]
-
-Path = SharedMemoryReduce | HierarchicalReduce | AllToAllReduce
-"""The transport of an all-reduce."""
 
 
 class OrderedAllReduce:
@@ -71,8 +69,8 @@ class OrderedAllReduce:
         self._segments: list[SharedSegment] | None = [] if shares else None
         self._room: list[torch.Tensor] = []
         self._opened = OpenSegments()
-        self._path: Path | None = None
-        self._taken: Path | None = None
+        self._path: ReducePath | None = None
+        self._taken: ReducePath | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
         self._fits: Slots = ()
         self._slots_key: tuple[Sequence[int], Sequence[int], Mapping[int, int]] = ((), (), {})
@@ -135,11 +133,13 @@ class OrderedAllReduce:
             altered: If the span is checked, called with each slice whose term does not match its checksum; where sums
                 of several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
         """
-        slots = self._assign_slots(owners, rows)
-        self._taken = self._choose_path(slots, order or self.order)
-        if isinstance(self._taken, AllToAllReduce):
-            self._taken.keeps_terms = self.keeps_terms
-        return self._taken(span, slots, order or self.order, mean, midway, altered)
+        call = ReduceCall(order or self.order, mean, midway, altered)
+        return self._reduce(span, self._assign_slots(owners, rows), call)
+
+    def _reduce(self, span: SlotSpan, slots: Slots, call: ReduceCall) -> torch.Tensor:
+        self._taken = self._choose_path(slots, call.order)
+        self._taken.keeps_terms = self.keeps_terms
+        return self._taken(span, slots, call)
 
     def open(self) -> None:
         """Set up this generation's transport unless an all-reduce has: maxima then cost no message. A collective."""
@@ -153,24 +153,17 @@ class OrderedAllReduce:
     @property
     def uses_messages(self) -> bool:
         """Whether this generation's transport sends messages, and is not shared memory alone."""
-        return not isinstance(self._path, SharedMemoryReduce)
+        return self._path is None or self._path.uses_messages
 
     def check_same(self, span: SlotSpan, order: str) -> None:
         """Raise ``ScriptError`` unless all members reduce the same kind of vector, where the check costs no message."""
-        if self._made_for[0] == self._comm.generation:
-            if isinstance(self._path, SharedMemoryReduce):
-                self._path.check_same(span, order)
-            elif isinstance(self._path, HierarchicalReduce):
-                self._path.check_same(span)
+        if self._path is not None and self.is_set_up:
+            self._path.check_same(span, order)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each of a few 64-bit integers, over this generation's transport; see :meth:`open`."""
-        is_of_now = self._made_for[0] == self._comm.generation
-        if is_of_now and isinstance(self._path, SharedMemoryReduce | HierarchicalReduce):
-            result = self._path.maximum(values)
-            if result is not None:
-                return result
-        return self._comm.maximum(values)
+        result = self._path.maximum(values) if self._path is not None and self.is_set_up else None
+        return self._comm.maximum(values) if result is None else result
 
     def result(self, span: SlotSpan) -> torch.Tensor:
         """Return the last result, for an all-reduce that failed here and is known to have completed on another process.
@@ -183,13 +176,13 @@ class OrderedAllReduce:
     @property
     def in_place(self) -> bool:
         """Whether the last all-reduce used shared memory: once it completes on any process, all have the result."""
-        return isinstance(self._taken, SharedMemoryReduce | HierarchicalReduce)
+        return self._taken is not None and self._taken.in_place
 
     def memory(self) -> dict[str, list[torch.Tensor]]:
         """Return this process's memory by purpose: ``terms``, ``result``, which its host may share, and ``messages``."""
         path = self._taken or self._path
         result = None if path is None else path.result_memory
-        messages = path.buffers if isinstance(path, AllToAllReduce | HierarchicalReduce) else ()
+        messages = () if path is None else path.buffers
         return {"terms": list(self._room), "result": [] if result is None else [result], "messages": list(messages)}
 
     # -- setup
@@ -211,13 +204,13 @@ class OrderedAllReduce:
             self._slots_key, self._slots = (*key[:2], dict(owners)), tuple(map(tuple, held))
         return self._slots
 
-    def _choose_path(self, slots: Slots, order: str) -> Path:
+    def _choose_path(self, slots: Slots, order: str) -> ReducePath:
         path = self._path_of_generation(slots)
-        if isinstance(path, HierarchicalReduce) and not _adds_in(path, order):
+        if not path.adds(order):
             return AllToAllReduce(self._comm, self._room, self._size_bytes)  # for this call only
         return path
 
-    def _path_of_generation(self, slots: Slots) -> Path:
+    def _path_of_generation(self, slots: Slots) -> ReducePath:
         """Return the transport, chosen anew in every generation: shared memory of an older one is not reused."""
         generation, counts = self._made_for
         if self._path is not None and slots is self._fits and generation == self._comm.generation:
@@ -236,7 +229,7 @@ class OrderedAllReduce:
         self._fits = slots
         return self._path
 
-    def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
+    def _make_path(self, rows: int) -> tuple[ReducePath, Sequence[int]]:
         """Return the transport, and how many slots of each process it maps, or 0 where that does not matter."""
         none = (0,) * len(self._comm.processes)
         self.shared_room(max(0, rows - 1))  # at least one: a hot spare must have it ready when it is assigned a slice
@@ -251,7 +244,7 @@ class OrderedAllReduce:
             memory = exchange.open()
             if not isinstance(memory, str):
                 if exchange.is_one_host:
-                    made: Path = SharedMemoryReduce(self._comm, memory)
+                    made: ReducePath = SharedMemoryReduce(self._comm, memory)
                 else:
                     assert between is not None
                     self._mover = self._mover or self._make_mover(self._comm, exchange.hosts)
@@ -282,11 +275,6 @@ class OrderedAllReduce:
         groups = self._comm.num_processes // len(self._comm.processes)
         if 0 < self._shared_bytes < wanted or (self._comm.num_processes + groups) * self._size_bytes > free_bytes():
             raise OSError(errno.ENOMEM, "not enough shared memory")
-
-
-def _adds_in(path: HierarchicalReduce, order: str) -> bool:
-    """Return whether a transport between hosts adds in an order; a chain cannot round."""
-    return order == path.order or (path.order == ORDER_BETWEEN_HOSTS and base_of(order) == path.order)
 
 
 def between_hosts(order: str, hosts: Sequence[int]) -> type[HierarchicalReduce] | None:

@@ -29,24 +29,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.comm.allreduce.adding import ORDERS, MeanDivisor, TiledSum
-from holdfast.comm.allreduce.checksums import (
-    TILE,
-    Altered,
-    ChecksummedVector,
-    Midway,
-    ignore_corruption,
-    num_tiles,
-    tile_of,
-)
+from holdfast.comm.allreduce.adding import ORDERS, TiledSum
+from holdfast.comm.allreduce.checksums import ChecksummedVector
 from holdfast.comm.allreduce.ordered_add import OrderedAdd, WholeSum
+from holdfast.comm.allreduce.path import LEFT_OUT, ReduceCall, ReducePath, Slots, SlotSpan
 from holdfast.comm.base import Collectives
 from holdfast.comm.memory import OpenSegments, SharedSegment, host_id, open_segment
 from holdfast.comm.waiting import patience, wait_until, waiting
 from holdfast.errors import PeerFailed, ScriptError
-
-ALIGN = 64
-"""Vectors, and each process's share of them, begin on cache lines, bytes."""
 
 _WORDS = 40
 """64-bit words per worker in the head: incarnation, generation, phase, vector length and kind, two sets of integers."""
@@ -64,59 +54,6 @@ _MAGIC = 0x5355_4D4D_4148_4F4C
 """Marks a segment, in the last word of its first line, as the result of an all-reduce."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSpan:
-    """The location of a vector in the memory of every slice.
-
-    Args:
-        start: First byte, a multiple of :data:`ALIGN`.
-        length: Number of elements.
-        dtype: Their type.
-        checked: Checksums follow the elements; see :mod:`~holdfast.comm.allreduce.checksums`.
-    """
-
-    start: int
-    length: int
-    dtype: torch.dtype
-    checked: bool = False
-
-    @property
-    def end(self) -> int:
-        """First byte after it where another span may begin."""
-        return self._numbers_end + aligned(8 * num_tiles(self.length, self.tile) * self.checked)
-
-    @property
-    def _numbers_end(self) -> int:
-        return self.start + aligned(self.length * self.dtype.itemsize)
-
-    @property
-    def line(self) -> int:
-        """Parts of the vector begin at multiples of this number of elements."""
-        return self.tile if self.checked else ALIGN // self.dtype.itemsize
-
-    @property
-    def tile(self) -> int:
-        """Number of elements that are added at a time, and that share a checksum if there are any."""
-        return tile_of(self.length) if self.checked else TILE
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the vector in ``memory`` (bytes)."""
-        return memory[self.start : self.start + self.length * self.dtype.itemsize].view(self.dtype)
-
-    def vector(self, memory: torch.Tensor) -> ChecksummedVector:
-        """Return the vector in ``memory`` (bytes), with its checksums if it has any."""
-        if not self.checked:
-            return ChecksummedVector(self.of(memory))
-        at = self._numbers_end
-        checksums = memory[at : at + 8 * num_tiles(self.length, self.tile)].view(torch.int64)
-        return ChecksummedVector(self.of(memory), checksums, self.tile)
-
-
-def aligned(size_bytes: int) -> int:
-    """Return the next multiple of :data:`ALIGN`."""
-    return -(-size_bytes // ALIGN) * ALIGN
-
-
 DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 """In an order that is the same on all workers."""
 _ORDERS = list(ORDERS)
@@ -130,13 +67,6 @@ def _memory_kind(dtype: torch.dtype, order: str) -> int:
 def _kind_name(kind: int) -> str:
     dtype, order = divmod(kind, len(_ORDERS))
     return f"{DTYPES[dtype]} {_ORDERS[order]}" if 0 <= dtype < len(DTYPES) else "nothing"
-
-
-LEFT_OUT = -1
-"""In place of a slice whose term does not take part."""
-
-Slots = Sequence[Sequence[int]]
-"""The slices that each process owns, ascending; the index of a slice in its list is the slot of its term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +88,7 @@ class HostMemory:
     incarnations: Sequence[int] = ()
 
 
-class SharedMemoryReduce:
+class SharedMemoryReduce(ReducePath):
     """The all-reduce for processes that all map the terms and the result in ``memory``.
 
     Args:
@@ -167,7 +97,11 @@ class SharedMemoryReduce:
         add: Adds the terms of a single process where they are, if that is not host memory.
     """
 
+    in_place = True
+    uses_messages = False
+
     def __init__(self, comm: Collectives, memory: HostMemory, add: OrderedAdd | None = None) -> None:
+        self.result_memory = memory.result
         self._comm = comm
         self._add = add
         self._memory = memory
@@ -180,20 +114,12 @@ class SharedMemoryReduce:
         self._patience = patience(comm.num_processes)
         self._additions: dict[tuple[SlotSpan, str], tuple[Slots, TiledSum | WholeSum]] = {}
 
-    def __call__(
-        self,
-        span: SlotSpan,
-        slots: Slots,
-        order: str,
-        mean: MeanDivisor | None,
-        midway: Midway,
-        altered: Altered = ignore_corruption,
-    ) -> torch.Tensor:
+    def __call__(self, span: SlotSpan, slots: Slots, call: ReduceCall) -> torch.Tensor:
         """Return the reduced vector, without a copy; see :class:`~holdfast.comm.allreduce.ordered.OrderedAllReduce`."""
-        addition = self._addition(span, slots, order)
-        self.check_same(span, order)  # A: all terms are there
-        midway()
-        addition(mean, altered)
+        addition = self._addition(span, slots, call.order)
+        self.check_same(span, call.order)  # A: all terms are there
+        call.midway()
+        addition(call.mean, call.altered)
         self._barrier()  # B: all shares are there
         return self.result(span)
 
@@ -229,13 +155,8 @@ class SharedMemoryReduce:
         largest: list[int] = self._words[:, places].max(0).tolist()
         return largest
 
-    @property
-    def result_memory(self) -> torch.Tensor | None:
-        """The memory of the results as this process writes it, bytes; None if they lie in no memory of their own."""
-        return self._memory.result
-
     def result(self, span: SlotSpan) -> torch.Tensor:
-        """Return the last result; it is complete once *any* worker has completed the all-reduce."""
+        """See :meth:`ReducePath.result`."""
         return span.of(self._memory.given)
 
     def _addition(self, span: SlotSpan, slots: Slots, order: str) -> TiledSum | WholeSum:

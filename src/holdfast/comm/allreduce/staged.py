@@ -13,15 +13,14 @@ Each :class:`~holdfast.comm.device.Wait` below prevents the accident that it nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from holdfast.comm.allreduce.adding import MeanDivisor
-from holdfast.comm.allreduce.checksums import Altered, Midway, ignore_corruption
 from holdfast.comm.allreduce.mover import FABRIC, MakeMover, fabric_mover
-from holdfast.comm.allreduce.ordered import OrderedAllReduce, Path
-from holdfast.comm.allreduce.shm import SlotSpan, sum_alone
+from holdfast.comm.allreduce.ordered import OrderedAllReduce
+from holdfast.comm.allreduce.path import ReduceCall, ReducePath, Slots, SlotSpan
+from holdfast.comm.allreduce.shm import sum_alone
 from holdfast.comm.base import Collectives
 from holdfast.comm.device import Device, DeviceEvent, DeviceStream, Wait
 from holdfast.comm.virtual import VirtualCommunicator
@@ -87,24 +86,11 @@ class StagedAllReduce(OrderedAllReduce):
         self._await_terms(span, rows)
         super().seal(span, rows)
 
-    def __call__(
-        self,
-        span: SlotSpan,
-        owners: Mapping[int, int],
-        *,
-        rows: Sequence[int] = (),
-        order: str = "",
-        mean: MeanDivisor | None = None,
-        midway: Midway = lambda: None,
-        altered: Altered = ignore_corruption,
-    ) -> torch.Tensor:
-        """Return the all-reduce of one span; see :meth:`OrderedAllReduce.__call__`."""
-        local = self._comm.local_ranks
-        self._await_terms(span, len(rows) or sum(rank in local for rank in owners.values()))
+    def _reduce(self, span: SlotSpan, slots: Slots, call: ReduceCall) -> torch.Tensor:
+        self._await_terms(span, len(slots[self._comm.processes.index(self._comm.local_ranks)]))
         if span.start in self._sending:
             self._on.wait(self._sending.pop(span.start), Wait.SENT)
-        result = super().__call__(span, owners, rows=rows, order=order, mean=mean, midway=midway, altered=altered)
-        return self._send(span, result)
+        return self._send(span, super()._reduce(span, slots, call))
 
     def result(self, span: SlotSpan) -> torch.Tensor:
         """See :meth:`OrderedAllReduce.result`."""
@@ -145,7 +131,7 @@ class StagedAllReduce(OrderedAllReduce):
         self._on.pin(memory)
         return memory
 
-    def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
+    def _make_path(self, rows: int) -> tuple[ReducePath, Sequence[int]]:
         path, counts = super()._make_path(rows)
         for event in self._sending.values():
             self._on.wait(event, Wait.UNPINNED)
@@ -171,7 +157,7 @@ class DeviceAllReduce(OrderedAllReduce):
     def _more_room(self) -> torch.Tensor:
         return self._on.allocate(self._size_bytes)
 
-    def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
+    def _make_path(self, rows: int) -> tuple[ReducePath, Sequence[int]]:
         self.shared_room(max(0, rows - 1))
         add = self._on.ordered_add
         return sum_alone(self._comm, self._room, self._size_bytes, self._on.device, add), (0,)

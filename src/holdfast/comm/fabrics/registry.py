@@ -29,8 +29,6 @@ _FABRICS = Registry("fabric", "holdfast.fabrics", BUILT_IN)
 DEFAULT = "ulfm"
 """Default of ``holdfast run --fabric``."""
 
-fabric_names = _FABRICS.names
-
 
 @functools.cache
 def make_fabric(name: str) -> Fabric:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.records.time_order import SETTLED_S, TimeOrder
+from holdfast.observe.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import FailureSeen, FaultFired, JobRestarted, Record, Recovered, RunStarted, WorkerEnded
 from holdfast.summary.goodput import RECOVERY_PARTS, TimeAccount
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.records.time_order import SETTLED_S, TimeOrder
+from holdfast.observe.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,

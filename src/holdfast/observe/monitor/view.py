@@ -23,8 +23,8 @@ from holdfast.observe.monitor.membership import Membership
 from holdfast.observe.monitor.pace import RunPace
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.sentence import Ended, level_and_sentence
+from holdfast.observe.time_order import SETTLED_S, TimeOrder
 from holdfast.records.queued import SinkCount
-from holdfast.records.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import (
     CorruptionFound,
     CorruptionHealed,

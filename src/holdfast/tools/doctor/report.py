@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,19 +257,12 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def lines_of(checks: Sequence[CheckResult], mark: Callable[[str], str] = str) -> list[str]:
-    """Return the checks as lines, each with its advice below, and the verdict last.
-
-    Args:
-        checks: The results.
-        mark: Highlights a verdict.
-    """
+def lines_of(checks: Sequence[CheckResult]) -> list[str]:
+    """Return the checks as lines, each with its advice below, and the verdict last."""
     wide, name_wide = max(len(check.verdict) for check in checks), max(len(check.name) for check in checks)
     lines: list[str] = []
     for check in checks:
-        lines.append(
-            f"{mark(check.verdict)}{' ' * (wide - len(check.verdict))}  {check.name:<{name_wide}}  {check.what}"
-        )
+        lines.append(f"{check.verdict:<{wide}}  {check.name:<{name_wide}}  {check.what}")
         if check.advice:
             lines.append(f"{'':<{wide}}  {'':<{name_wide}}  -> {check.advice}")
     broken = [check.name for check in checks if check.verdict == CHANGES]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.files.base import TensorInfo
-from holdfast.checkpoint.files.checks import damaged
+from holdfast.tools.formats.base import TensorInfo
+from holdfast.tools.formats.checks import damaged
 
 Index = NDArray[np.int64]
 """Indices of values in row-major order, or bytes of a file."""

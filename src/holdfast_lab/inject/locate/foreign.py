@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from holdfast.base.torch_private import fake_tensors, offset_in_file
-from holdfast.checkpoint.files.base import TensorInfo
-from holdfast.checkpoint.files.checks import refuse
-from holdfast.checkpoint.files.npz import NpzArray, arrays_of, open_archive
-from holdfast.checkpoint.files.safetensors import read_header
-from holdfast.checkpoint.files.torch import MAX_VALUES, ZIP, load_data, plain
 from holdfast.checkpoint.format import flatten
+from holdfast.tools.formats.base import TensorInfo
+from holdfast.tools.formats.checks import refuse
+from holdfast.tools.formats.npz import NpzArray, arrays_of, open_archive
+from holdfast.tools.formats.safetensors import read_header
+from holdfast.tools.formats.torch import MAX_VALUES, ZIP, load_data, plain
 from holdfast_lab.inject.locate.base import FileBoxes, Places, apart, in_place, member_start, row_major
 
 

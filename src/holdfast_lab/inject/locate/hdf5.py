@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.files.base import STAND_INS
-from holdfast.checkpoint.files.hdf5 import FILTERS, explained, import_h5py
 from holdfast.errors import ConfigError
+from holdfast.tools.formats.base import STAND_INS
+from holdfast.tools.formats.hdf5 import FILTERS, explained, import_h5py
 from holdfast_lab.inject.locate.base import Chunk, FileBox, FileBoxes, Index, Located, Places, Unreachable, row_major
 
 _ALTERED = "cannot be read or altered as HDF5"

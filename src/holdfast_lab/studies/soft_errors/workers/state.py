@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.files.kinds import FORMATS, open_imported
 from holdfast.checkpoint.format import tensor_bytes
+from holdfast.tools.formats.hdf5 import Hdf5
+from holdfast.tools.formats.kinds import open_imported
 from holdfast_lab.studies.soft_errors.workers.platforms import ModelPlatform
 
 
@@ -58,7 +59,7 @@ def write_state(platform: ModelPlatform, epoch: int, path: Path) -> None:
         "rng": torch.get_rng_state(),
         "rest": torch.tensor(list(json.dumps(rest).encode()), dtype=torch.uint8),
     }
-    layout = FORMATS["hdf5"].lay_out(path.parent, path.stem, tensors)
+    layout = Hdf5().lay_out(path.parent, path.stem, tensors)
     with path.open("r+b") as file:
         for name, tensor in tensors.items():
             file.seek(layout.places[name][1])

@@ -33,18 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from holdfast.checkpoint.files.base import (
-    ALIGN,
-    STAND_INS,
-    FileLayout,
-    TensorInfo,
-    TensorReader,
-    TensorSource,
-    TensorWriter,
-    escaped,
-    numpy_dtype,
-)
-from holdfast.checkpoint.files.checks import (
+from holdfast.checkpoint.files.base import ALIGN, FileLayout, TensorWriter
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError
+from holdfast.tools.formats.base import STAND_INS, TensorInfo, TensorReader, TensorSource, escaped, numpy_dtype
+from holdfast.tools.formats.checks import (
     MAX_NAMES,
     check_shape,
     check_size,
@@ -55,7 +47,6 @@ from holdfast.checkpoint.files.checks import (
     state_of,
     total_bytes,
 )
-from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 
 if TYPE_CHECKING:
     import torch

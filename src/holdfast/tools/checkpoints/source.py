@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from holdfast.checkpoint.blocks import block_ranges, digest, run
-from holdfast.checkpoint.files.base import TensorInfo, TensorSource
 from holdfast.checkpoint.format import DTYPES, scalars_of, tensor_bytes
 from holdfast.checkpoint.loading import load, read_box, read_manifest
 from holdfast.checkpoint.manifest import MANIFEST_NAME
 from holdfast.checkpoint.storage import Storage, step_folder
-from holdfast.checkpoint.storage.counted import CountedStorage
 from holdfast.checkpoint.storage.local import LocalStorage
+from holdfast.tools.checkpoints.counted import CountedStorage
+from holdfast.tools.formats.base import TensorInfo, TensorSource
 
 
 def saved_source(storage: Storage, step: int) -> TensorSource:
@@ -44,6 +46,33 @@ def saved_source(storage: Storage, step: int) -> TensorSource:
         written_s=written_s(storage, step),
         ties=ties,
     )
+
+
+def facts_of(source: TensorSource, now: Callable[[str], None]) -> dict[str, Any]:
+    """Return what a source contains, as JSON; ``now`` is called with a text before each tensor is read."""
+    manifest = source.manifest
+    tensors = []
+    for path, entry in source.tensors.items():
+        if path in source.ties:
+            continue
+        now(f"reading {path}")
+        xxh3 = tensor_digest(source.read(path)) if manifest is None else manifest.tensors[path].xxh3
+        dtype = str(entry.dtype).removeprefix("torch.")
+        shape = list(entry.shape)
+        tensors.append({"path": path, "dtype": dtype, "shape": shape, "bytes": entry.size_bytes, "xxh3": xxh3})
+    return {
+        "path": source.name,
+        "format": source.kind,
+        "step": source.step,
+        "generation": None if manifest is None else manifest.generation,
+        "files": None if manifest is None else {name: file.size_bytes for name, file in manifest.files.items()},
+        "written": source.written_s,
+        "versions": None if manifest is None else manifest.versions,
+        "info": {} if manifest is None else manifest.info,
+        "tensors": tensors,
+        "ties": dict(source.ties),
+        "bytes": sum(tensor["bytes"] for tensor in tensors),
+    }
 
 
 def written_s(storage: Storage, step: int) -> float | None:

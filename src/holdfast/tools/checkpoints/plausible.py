@@ -7,9 +7,13 @@ common, such as a mask of -inf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from holdfast.errors import CheckpointCorrupt
+from holdfast.tools.formats.base import TensorSource
 
 LARGE = 1e10
 """No weight, gradient or squared gradient of a network that learns is this large."""
@@ -51,3 +55,16 @@ def find_odd(tensor: torch.Tensor) -> ImplausibleValue | None:
     first = int(odd.nonzero()[0])
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)) if tensor.dim() else ()
     return ImplausibleValue(index, float(values[first]), int(odd.sum()), median)
+
+
+def check_values(source: TensorSource, *, is_fatal: bool, tell: Callable[[str], None]) -> None:
+    """Call ``tell`` for each tensor with values that training does not produce; raise a CheckpointCorrupt if ``is_fatal``."""
+    for path in source.tensors:
+        odd = find_odd(source.read(path))
+        if odd is None:
+            continue
+        msg = f"{source.name}: {path}{odd}: a bit may have flipped; compare with another copy (holdfast ckpt diff)"
+        if is_fatal:
+            msg += ", or accept it: --guard off"
+            raise CheckpointCorrupt(msg)
+        tell(msg)

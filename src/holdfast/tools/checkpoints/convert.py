@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import PurePath
 
-from holdfast.checkpoint.files.base import TensorSource
-from holdfast.checkpoint.files.kinds import FORMATS
+from holdfast.checkpoint.files.registry import check_format
 from holdfast.checkpoint.loading import steps, verify
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.save import SavedCheckpoint, remove, write
-from holdfast.checkpoint.source import tensor_digest
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.write_plan import WritePlan, take
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from holdfast.tools.checkpoints.source import tensor_digest
+from holdfast.tools.formats.base import TensorSource
 
 
 def convert(
@@ -24,7 +24,7 @@ def convert(
     Args:
         source: A checkpoint, or a file of another program.
         storage: The destination; must not contain this step. A file without a step becomes step 0.
-        format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
+        format: One of :func:`~holdfast.checkpoint.files.registry.format_names`.
         tell: Called with the bytes of each block that is written, from any thread.
 
     Raises:
@@ -32,7 +32,7 @@ def convert(
         CheckpointCorrupt: if the source is damaged, or the data read back differ; the new checkpoint is removed.
         CheckpointError: if the format cannot hold a tensor, or the storage rejects it.
     """
-    check_format(format)
+    check_format(format, "the format")
     step = source.step or 0
     if step in steps(storage):
         raise ConfigError(
@@ -55,12 +55,6 @@ def convert(
         remove(storage, step)
         raise
     return saved
-
-
-def check_format(format: str) -> None:
-    """Reject an unknown format."""
-    if format not in FORMATS:
-        raise ConfigError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}")
 
 
 def _digests(source: TensorSource, content: WritePlan) -> dict[str, str]:

@@ -32,6 +32,7 @@ class Dcp(TensorWriter):
     """See :class:`~holdfast.checkpoint.files.base.TensorWriter`; other programs read the folder with torch."""
 
     name = "dcp"
+    one_writer = True
 
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         """Write everything, including values; torch chooses the file names."""

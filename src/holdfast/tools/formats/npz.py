@@ -33,19 +33,11 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.blocks import run
-from holdfast.checkpoint.files.base import (
-    ALIGN,
-    FileLayout,
-    TensorInfo,
-    TensorReader,
-    TensorSource,
-    TensorWriter,
-    escaped,
-    numpy_dtype,
-)
-from holdfast.checkpoint.files.checks import check_shape, check_zip, damaged, dtype_of, not_a, state_of
+from holdfast.checkpoint.files.base import ALIGN, FileLayout, TensorWriter
 from holdfast.checkpoint.format import tensor_bytes
 from holdfast.errors import CheckpointError
+from holdfast.tools.formats.base import TensorInfo, TensorReader, TensorSource, escaped, numpy_dtype
+from holdfast.tools.formats.checks import check_shape, check_zip, damaged, dtype_of, not_a, state_of
 
 _LARGE = 0xFFFFFFFF
 """Marks a 32-bit size or offset whose value is in a 64-bit field."""

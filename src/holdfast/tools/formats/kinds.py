@@ -1,4 +1,4 @@
-"""Every file format by name and by suffix."""
+"""Files of other programs by suffix."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from holdfast.checkpoint.files.base import TensorReader, TensorSource, TensorWriter
-from holdfast.checkpoint.files.checks import refuse
-from holdfast.checkpoint.files.dcp import Dcp
-from holdfast.checkpoint.files.hdf5 import Hdf5
-from holdfast.checkpoint.files.npz import Npz
-from holdfast.checkpoint.files.safetensors import Safetensors
-from holdfast.checkpoint.files.torch import Torch
 from holdfast.errors import CheckpointError, ConfigError
-
-_SAFETENSORS, _HDF5, _NPZ, _TORCH = Safetensors(), Hdf5(), Npz(), Torch()
-
-FORMATS: dict[str, TensorWriter] = {writer.name: writer for writer in (_SAFETENSORS, _HDF5, _NPZ, Dcp())}
-"""Formats of checkpoints, by their name in the manifest. A library that only one of them needs is imported when that one
-writes."""
+from holdfast.tools.formats.base import TensorReader, TensorSource
+from holdfast.tools.formats.checks import refuse
+from holdfast.tools.formats.hdf5 import Hdf5
+from holdfast.tools.formats.npz import Npz
+from holdfast.tools.formats.safetensors import SafetensorsReader
+from holdfast.tools.formats.torch import Torch
 
 READERS: dict[str, TensorReader] = {
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _TORCH),
-    ".safetensors": _SAFETENSORS,
-    ".npz": _NPZ,
-    ".h5": _HDF5,
-    ".hdf5": _HDF5,
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), Torch()),
+    ".safetensors": SafetensorsReader(),
+    ".npz": Npz(),
+    **dict.fromkeys((".h5", ".hdf5"), Hdf5()),
 }
-"""Readers of other programs' files, by suffix."""
+"""Readers of other programs' files, by suffix. A library that only one of them needs is imported when that one reads."""
 
 KINDS = tuple(READERS)
 """Suffixes of the files that can be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ from holdfast.checkpoint.loading import OnDamaged, find_damage, newest_intact, r
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest
 from holdfast.checkpoint.retention import to_remove
 from holdfast.checkpoint.save import remove
-from holdfast.checkpoint.source import written_s
 from holdfast.checkpoint.storage import Storage, step_folder, step_of
 from holdfast.checkpoint.values import DamagedBytes
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing
+from holdfast.tools.checkpoints.source import written_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,15 @@ class PruneResult:
     kept: tuple[int, ...]  # Remaining checkpoints
     damaged: tuple[int, ...]  # Those of them that were found damaged; only the newest are read
     freed_bytes: int  # Total size of everything removed, but not of files that several checkpoints share
+
+
+def bytes_of(storage: Storage, step: int | None = None) -> int:
+    """Return the size of a checkpoint, or of all, as far as manifests can be read."""
+    total = 0
+    for each in steps(storage) if step is None else [step]:
+        with contextlib.suppress(CheckpointCorrupt, CheckpointMissing):
+            total += read_manifest(storage, each).size_bytes
+    return total
 
 
 def examine(storage: Storage, step: int, *, read_all: bool = True) -> CheckpointStatus:

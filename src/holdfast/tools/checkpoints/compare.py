@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.files.base import STAND_INS, TensorSource
+from holdfast.tools.formats.base import STAND_INS, TensorSource
 
 _CHUNK = 1 << 20
 """Number of values compared at a time; each needs a few float64."""

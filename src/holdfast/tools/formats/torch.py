@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.files.base import TensorInfo, TensorReader, TensorSource
-from holdfast.checkpoint.files.checks import check_size, check_zip, not_a, refuse, step_in, total_bytes
 from holdfast.checkpoint.format import flatten, scalars_of
 from holdfast.errors import CheckpointError
+from holdfast.tools.formats.base import TensorInfo, TensorReader, TensorSource
+from holdfast.tools.formats.checks import check_size, check_zip, not_a, refuse, step_in, total_bytes
 
 MAX_VALUES = 3_000_000
 """Maximum number of values: a pickle of a few hundred bytes can reference one list 10**12 times."""
@@ -28,7 +28,7 @@ _FORBIDDEN = re.compile(r"GLOBAL ([\w.]{1,100})")
 
 
 class Torch(TensorReader):
-    """See :class:`~holdfast.checkpoint.files.base.TensorReader`."""
+    """See :class:`~holdfast.tools.formats.base.TensorReader`."""
 
     def open(self, path: Path, stack: ExitStack) -> TensorSource:
         """See :meth:`TensorReader.open`; the whole file is read immediately."""

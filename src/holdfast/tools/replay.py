@@ -7,20 +7,23 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.base.formatting import clean
-from holdfast.cli.tables import warn
 from holdfast.errors import CheckpointError, ConfigError, JobError
+from holdfast.tools.certificate import CertifiedSteps
+from holdfast.tools.divergence import compare_runs
 
 if TYPE_CHECKING:
     from holdfast.launch.job import JobOutcome
     from holdfast.records.types import Record, RunStarted
-    from holdfast.tools.certificate import CertifiedSteps
+
+Tell = Callable[[str], None]
+"""Called with each line that a user should read."""
 
 _DECIDE = ("slices", "order", "seed", "rescale")
 """Settings that bits depend on, as recorded by the run, whose script may have set them."""
@@ -108,13 +111,74 @@ def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
     CheckpointStore(folder).write_tensors(step, loaded.state, loaded.info).commit(loaded.generation)
 
 
+def replay_steps(
+    run: CertifiedSteps,
+    report: Mapping[str, Any],
+    script: Path | None,
+    wanted: int | None,
+    stop: int | None,
+    *,
+    trusted: bool,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Replay steps; return which, from which state, and where they diverge from the records, if they do.
+
+    Args:
+        run: The recorded run.
+        report: Its report.
+        script: The script, None for the one that the report names.
+        wanted: The first step to compare, None for the run's first.
+        stop: The last step, None for the run's last.
+        trusted: Whether the script that the report names may be run although this user has not run it here.
+        tell: See :data:`Tell`.
+
+    Raises:
+        ConfigError: if the steps cannot be replayed.
+        JobError: if the replay did not reach the last step.
+    """
+    first = run.first if wanted is None else wanted
+    last = run.last if stop is None else stop
+    if not run.first <= first <= last <= run.last:
+        options = {"--from": wanted, "--to": stop}
+        bounds = " ".join(f"{option} {step}" for option, step in options.items() if step is not None)
+        raise ConfigError(
+            f"--from and --to must be within the steps of {run.name}, {run.first} to {run.last}, in this order, got {bounds}"
+        )
+    if why := _why_not(report, first, last):
+        raise ConfigError(f"{run.name} cannot be replayed: {why}")
+    path = _script_of(report, script, trusted=trusted, tell=tell)
+    begin, url = _find_start(run, report, first, tell)
+    if why := _why_not(report, begin, last):
+        raise ConfigError(
+            f"{run.name} cannot be replayed from step {begin}, the last step before {first} with a saved state: {why}"
+        )
+    replay = ReplayPlan(
+        script=path,
+        job=report["job"],
+        nodes=report["nodes"],
+        started=run.started,
+        start=begin,
+        stop=last,
+        checkpoint=url,
+    )
+    again = CertifiedSteps(replay.run(), "the replay")
+    if odd := _other_kind(run, again):
+        tell(f"bits may differ for this reason alone: {odd}")
+    compared = compare_runs(run, again, until=last)
+    if compared is None or (compared.divergence is None and compared.last < last):
+        done = f"only steps {again.first} to {again.last} were"
+        raise ConfigError(f"steps {begin} to {last} should have been replayed, but {done}")
+    at_end = bool(run.finished) and run.finished[0].step == last + 1
+    return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.divergence}
+
+
 # -- first step
 
 
-def find_start(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
+def _find_start(run: CertifiedSteps, report: Mapping[str, Any], wanted: int, tell: Tell) -> tuple[int, str]:
     """Return the step to start from, at most ``wanted``, and where the state before it is, "" for the beginning."""
-    for step, url in sorted(_checkpoint_folders(run, report, wanted).items(), reverse=True):
-        if _is_intact(url, step, run):
+    for step, url in sorted(_checkpoint_folders(run, report, wanted, tell).items(), reverse=True):
+        if _is_intact(url, step, run, tell):
             return step, url
     if run.first == 0:
         return 0, ""
@@ -124,7 +188,7 @@ def find_start(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> t
     )
 
 
-def _checkpoint_folders(run: CertifiedSteps, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
+def _checkpoint_folders(run: CertifiedSteps, report: Mapping[str, Any], wanted: int, tell: Tell) -> dict[int, str]:
     """Return where the run saved the states before steps up to ``wanted``."""
     from holdfast.checkpoint import CheckpointStore
     from holdfast.records.types import CheckpointSaved
@@ -135,33 +199,28 @@ def _checkpoint_folders(run: CertifiedSteps, report: Mapping[str, Any], wanted: 
         try:
             folders |= {step: url for step in CheckpointStore(url).steps() if step not in folders}
         except (CheckpointError, ConfigError):
-            pass_over(f"{url} cannot be read")
+            tell(f"skipped: {url} cannot be read")
     return {step: url for step, url in folders.items() if 0 < step <= wanted and step >= run.first}
 
 
-def _is_intact(url: str, step: int, run: CertifiedSteps) -> bool:
+def _is_intact(url: str, step: int, run: CertifiedSteps, tell: Tell) -> bool:
     from holdfast.checkpoint import CheckpointStore
 
     try:
         loaded = CheckpointStore(url).load(step)
     except (CheckpointError, ConfigError) as error:
-        pass_over(str(error))
+        tell(f"skipped: {error}")
         return False
     if loaded.info.get("link") not in run.before(step):
-        pass_over(f"the checkpoint before step {step} in {url} does not belong to the history of {run.name}")
+        tell(f"skipped: the checkpoint before step {step} in {url} does not belong to the history of {run.name}")
         return False
     return True
-
-
-def pass_over(why: str) -> None:
-    """Warn that a checkpoint was skipped."""
-    warn(f"skipped: {why}")
 
 
 # -- whether a replay is possible
 
 
-def script_of(report: Mapping[str, Any], script: Path | None, *, trusted: bool) -> Path:
+def _script_of(report: Mapping[str, Any], script: Path | None, *, trusted: bool, tell: Tell) -> Path:
     """Return the script to run: ``script``, or else the run's own script if it is unchanged.
 
     A report may come from an untrusted source, and its sha256 proves nothing about the script that it names: unless the
@@ -175,7 +234,7 @@ def script_of(report: Mapping[str, Any], script: Path | None, *, trusted: bool) 
         if not script.is_file():
             raise ConfigError(f"--script must be a file, and there is no {str(script)!r}")
         if _sha256(script) != job["sha256"]:
-            warn(f"{script} is not the script of the run: its sha256 differs")
+            tell(f"{script} is not the script of the run: its sha256 differs")
         return script
     from holdfast.launch.provenance import is_noted
 
@@ -197,7 +256,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
+def _why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
     """Return why these steps cannot be replayed on one process, or ""."""
     disturbed = report["failures"] or report["left"] or report["joined"]
     if not _is_reproducible(report.get("job")):
@@ -223,7 +282,7 @@ def _is_reproducible(job: Any) -> bool:
     return all(isinstance(word, str) for word in job["args"])
 
 
-def other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
+def _other_kind(run: CertifiedSteps, again: CertifiedSteps) -> str:
     """Return how the platform of a replay differs from that of the run, if that changes bits; or ""."""
     from holdfast.state.platform import between
 

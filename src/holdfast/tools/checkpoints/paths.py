@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from holdfast.cli.tables import warn_of
+from holdfast.checkpoint.loading import OnDamaged, newest_intact, steps
+from holdfast.checkpoint.storage import Storage, is_remote, open_storage, step_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint.files.base import TensorSource
-    from holdfast.checkpoint.storage import Storage
+from holdfast.tools.checkpoints.counted import CountedStorage
+from holdfast.tools.checkpoints.source import saved_source
+from holdfast.tools.formats.base import TensorSource
+from holdfast.tools.formats.kinds import KINDS, open_imported
 
 
 def find(text: str) -> tuple[Storage, int | None]:
     """Return the storage, and the step if a single checkpoint is named; raise a ConfigError if there is none."""
-    from holdfast.checkpoint.storage import is_remote, open_storage, step_of
-
     if is_remote(text):
         parent, _, name = text.rstrip("/").rpartition("/")
         step = step_of(name)
@@ -48,20 +46,17 @@ def opened(
     step: int | None = None,
     now: Callable[[str], None] = lambda text: None,
     count: Callable[[int], None] = lambda size: None,
+    on_damaged: OnDamaged = lambda step, error: None,
 ) -> Iterator[TensorSource]:
     """Open a checkpoint or file; in a directory, ``step``, or the newest intact one.
 
-    ``now`` receives progress messages, ``count`` the bytes that are read of a checkpoint's files.
+    ``now`` receives progress messages, ``count`` the bytes that are read of a checkpoint's files, ``on_damaged`` each
+    damaged checkpoint that is skipped.
 
     Raises:
         ConfigError: if it does not exist, or a step is given for a single checkpoint or file.
         CheckpointError: if it cannot be read.
     """
-    from holdfast.checkpoint.files.kinds import KINDS, open_imported
-    from holdfast.checkpoint.source import saved_source
-    from holdfast.checkpoint.storage import is_remote
-    from holdfast.checkpoint.storage.counted import CountedStorage
-
     if is_remote(text) and text.lower().endswith(KINDS):
         raise ConfigError(f"{text} is a file of another program, which must be on this machine; download it first")
     if _is_foreign(text):
@@ -77,14 +72,12 @@ def opened(
         )
     storage = CountedStorage(storage, count)
     chosen = named if named is not None else step
-    yield saved_source(storage, _newest(storage, now) if chosen is None else chosen)
+    yield saved_source(storage, _newest(storage, now, on_damaged) if chosen is None else chosen)
 
 
-def _newest(storage: Storage, now: Callable[[str], None]) -> int:
-    from holdfast.checkpoint.loading import newest_intact, steps
-
+def _newest(storage: Storage, now: Callable[[str], None], on_damaged: OnDamaged) -> int:
     now(f"looking for the newest intact checkpoint in {storage.url}")
-    step = newest_intact(storage, warn_of)
+    step = newest_intact(storage, on_damaged)
     if step is not None:
         return step
     if steps(storage):
@@ -94,8 +87,6 @@ def _newest(storage: Storage, now: Callable[[str], None]) -> int:
 
 
 def _is_foreign(text: str) -> bool:
-    from holdfast.checkpoint.storage import is_remote
-
     path = Path(text.removeprefix("file://"))
     if is_remote(text) or path.name == "manifest.json" or _is_data_folder(path):
         return False

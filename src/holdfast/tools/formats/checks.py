@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from holdfast.checkpoint.files.base import TensorInfo
 from holdfast.errors import CheckpointCorrupt, CheckpointError
+from holdfast.tools.formats.base import TensorInfo
 
 if TYPE_CHECKING:
     import torch
