@@ -191,7 +191,7 @@ def measure_parts(session: Any, size_bytes: int) -> None:
     """Write down how long each part of a join takes in this worker."""
     from holdfast.comm import OrderedAllReduce
     from holdfast.comm.c10d import C10dCommunicator
-    from holdfast.state.restorer import StateRestorer
+    from holdfast.engine.restorer import StateRestorer
 
     file = Path(os.environ[PARTS], str(os.getpid())).open("a")  # noqa: SIM115 - open until this process ends
 

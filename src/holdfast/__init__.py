@@ -12,26 +12,26 @@ from holdfast.base.lazy import lazy
 if TYPE_CHECKING:
     from holdfast.config import Settings
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
-    from holdfast.session.media import Histogram, Image
-    from holdfast.session.models import Pipeline, Sharded
+    from holdfast.models.media import Histogram, Image
+    from holdfast.models.specs import Pipeline, Sharded
+    from holdfast.models.step import Step
     from holdfast.session.prepared import prepare
     from holdfast.session.reinit import reinit
     from holdfast.session.session import Session
-    from holdfast.session.step import Step
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "ConfigError": "holdfast.errors",
-    "Histogram": "holdfast.session.media",
+    "Histogram": "holdfast.models.media",
     "HoldfastError": "holdfast.errors",
-    "Image": "holdfast.session.media",
-    "Pipeline": "holdfast.session.models",
+    "Image": "holdfast.models.media",
+    "Pipeline": "holdfast.models.specs",
     "ScriptError": "holdfast.errors",
     "Session": "holdfast.session.session",
     "Settings": "holdfast.config",
-    "Sharded": "holdfast.session.models",
-    "Step": "holdfast.session.step",
+    "Sharded": "holdfast.models.specs",
+    "Step": "holdfast.models.step",
     "prepare": "holdfast.session.prepared",
     "reinit": "holdfast.session.reinit",
 }

@@ -304,7 +304,7 @@ def test_negative_control_a_newcomer_without_the_momenta_of_the_others_is_found_
     script.write_text(
         f"import runpy, os, sys\n"
         f"if os.environ['HOLDFAST_RANK'] == '3':\n"
-        f"    from holdfast.state.restorer import StateRestorer\n"
+        f"    from holdfast.engine.restorer import StateRestorer\n"
         f"    install = StateRestorer.install\n"
         f"    StateRestorer.install = lambda self: (install(self), self._trainable.optimizer.state.clear())\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"

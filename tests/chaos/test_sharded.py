@@ -202,7 +202,7 @@ def test_newcomers_take_the_places_of_the_dead(tmp_path):
     patient.write_text(
         f"import runpy, sys, time\n"
         f"from holdfast.session import session\n"
-        f"from holdfast.session.step import Step\n"
+        f"from holdfast.models.step import Step\n"
         f"backward = Step.backward\n"
         f"def wait(self, loss):\n"
         f"    world, ends_s = session._sessions[0]._job, time.monotonic() + {LIMIT_S}\n"
@@ -295,7 +295,7 @@ def test_who_writes_a_parameter_that_is_lent_dies_and_harms_nobody_else(tmp_path
         f"import os, runpy, sys\n"
         f"import torch\n"
         f"from holdfast.session import session\n"
-        f"from holdfast.session.step import Step\n"
+        f"from holdfast.models.step import Step\n"
         f"backward = Step.backward\n"
         f"def write(self, loss):\n"
         f"    if self.number == 4 and os.environ['HOLDFAST_RANK'] == '2':\n"

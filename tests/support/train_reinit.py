@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.session.reinit_context import application
+from holdfast.engine.reinit_context import application
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--die", action="append", default=[], help="build:RANK or load:RANK, in the second application")

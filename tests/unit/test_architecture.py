@@ -143,7 +143,7 @@ MAY_IMPORT = {
         "holdfast.faults.plan",
         "holdfast.data",
         "holdfast.models",
-        "holdfast.session.step",
+        "holdfast.models.step",
     },
     "lab.counting": {"holdfast.comm"},
     "lab.memory": {"holdfast.comm", "holdfast.models.part"},

@@ -19,11 +19,11 @@ from holdfast.checkpoint import load, steps, verify, write_tensors
 from holdfast.checkpoint import writer as writers
 from holdfast.config import Settings
 from holdfast.data.seeds import generator_states, set_generator_states
+from holdfast.engine.restorer import StateRestorer
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.faults import points
 from holdfast.state import manager as keepers
 from holdfast.state.manager import CheckpointManager
-from holdfast.state.restorer import StateRestorer
 
 STEPS = LOOP_ENDS[-1]
 

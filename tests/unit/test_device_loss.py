@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holdfast.engine.context import SliceLoad
 from holdfast.launch.device_loss import device_loss
 from holdfast.records.types import DeviceLost
+from holdfast.state.context import SliceLoad
 
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
 

@@ -14,8 +14,8 @@ from train_broken import BREAKS, train
 
 from holdfast import Session, Sharded
 from holdfast.cli.doctor import doctor
+from holdfast.engine.reinit_context import application
 from holdfast.errors import ConfigError
-from holdfast.session.reinit_context import application
 from holdfast.state.gpu_platform import GpuDescription, gpu_properties
 from holdfast.tools.doctor.checks import Findings, examine
 from holdfast.tools.doctor.findings import ScriptFindings, blame

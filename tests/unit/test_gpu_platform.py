@@ -11,9 +11,9 @@ from train_kinds import train
 
 from holdfast.config import Settings
 from holdfast.data import seeds
-from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted
 from holdfast.state import gpu_check, platform_check
+from holdfast.state.context import LiveSettings, PlatformState
 from holdfast.state.gpu_check import describe_gpu, driver_of
 from holdfast.state.gpu_platform import GpuDescription, gpu_properties, line_of, promise_of
 from holdfast.state.platform import FIELDS, between, number_of

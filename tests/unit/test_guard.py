@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.cli import main
-from holdfast.engine.vote import MinMax
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import EVERYTHING, WINDOW_BYTES, RotatingDigest
@@ -24,6 +23,7 @@ from holdfast.integrity.recompute_check import RecomputeCheck
 from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.integrity.snapshots import copied
 from holdfast.records.files import read_run
+from holdfast.recovery.vote import MinMax
 from holdfast.tools.checkpoints.plausible import find_odd
 
 

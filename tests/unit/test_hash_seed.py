@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.config import Settings
-from holdfast.engine.context import PlatformState
 from holdfast.launch.hash_seed import HASH_SEED, hash_seed, hash_seed_line
+from holdfast.state.context import PlatformState
 from holdfast.state.hash_seed import compare_hashes_with_checkpoint, hash_digest
 
 

@@ -91,7 +91,7 @@ class Training:
 
     def evaluate(self, step):
         data = TensorDataset(*reference.data())
-        if isinstance(step, holdfast.session.step.StagedStep):
+        if isinstance(step, holdfast.models.step.StagedStep):
             step.evaluate(data, 16)
             modules = [held.model for held in self.session._trainable.resident.held.values()]
         else:
@@ -104,7 +104,7 @@ class Training:
                 module.eval()
 
     def compute(self, step):
-        if isinstance(step, holdfast.session.step.StagedStep):
+        if isinstance(step, holdfast.models.step.StagedStep):
             step.compute()
             return
         for x, y in step:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.checkpoint import steps
 from holdfast.engine import loop as run
-from holdfast.engine.context import RecoveryContext
+from holdfast.engine.restorer import StateRestorer
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import PlannedFaults
@@ -25,7 +25,7 @@ from holdfast.models.stages import StageExecutor
 from holdfast.records.files import read_run
 from holdfast.records.paths import requests_path
 from holdfast.records.types import PartRestored, Recovered, RunStarted
-from holdfast.state.restorer import StateRestorer
+from holdfast.state.context import RecoveryContext
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5
 STEPS = EPOCHS * 3

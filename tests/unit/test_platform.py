@@ -14,9 +14,9 @@ import torch
 from train_kinds import train
 
 from holdfast.config import Settings
-from holdfast.engine.context import LiveSettings, PlatformState
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.state import platform_check
+from holdfast.state.context import LiveSettings, PlatformState
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
 from holdfast.state.platform_check import compare_platforms, compare_with_others, cpu_model, platform_of_worker
 from holdfast.summary.build import build_report

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.engine.reinit_context import application
 from holdfast.errors import ConfigError, ScriptError, Unwind
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.observe.report_text import happenings
@@ -17,7 +18,6 @@ from holdfast.records.files import read_run
 from holdfast.records.types import Recovered, Reinitialised
 from holdfast.recovery import Reinit
 from holdfast.recovery.messages import LOADING, CatchUp, LoadCheckpoint, Progress, ProgressKnown, Reinitialise
-from holdfast.session.reinit_context import application
 from holdfast.summary.build import build_report
 
 STEPS = 12

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from holdfast.comm.allreduce.shm import MAX_INTEGERS
-from holdfast.engine.vote import CommitVote, GuardVote, MinMax, leaver_vote
 from holdfast.errors import InternalError
 from holdfast.integrity.hash_chain import NOTHING, fold_part
 from holdfast.recovery.messages import REPORTED, VOTED, Note
+from holdfast.recovery.vote import CommitVote, GuardVote, MinMax, leaver_vote
 
 SILENT = GuardVote(altered=None, replicas=None, ranges=None, odd=None)
 LARGEST_GUARD = GuardVote(altered=False, replicas=MinMax(9, 9), ranges=0, odd=MinMax(-1, 1 << 30))

@@ -305,5 +305,5 @@ class GroupRecorder:
 
 def has_session() -> bool:
     """Return whether a session writes the records of this process."""
-    reinit_context = sys.modules.get("holdfast.session.reinit_context")
+    reinit_context = sys.modules.get("holdfast.engine.reinit_context")
     return reinit_context is not None and reinit_context.application.makes_sessions

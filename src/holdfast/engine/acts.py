@@ -10,6 +10,7 @@ from typing import NoReturn
 from holdfast.comm import VirtualCommunicator
 from holdfast.engine.exits import kill_self
 from holdfast.engine.regroup import LoopParts
+from holdfast.engine.reinit_context import hand_over
 from holdfast.errors import InternalError, StateLost, Unwind
 from holdfast.recovery.messages import (
     Action,
@@ -30,7 +31,6 @@ from holdfast.recovery.messages import (
     SaveAndStop,
     SendState,
 )
-from holdfast.session.reinit_context import hand_over
 
 
 class StrategyActions:

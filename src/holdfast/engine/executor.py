@@ -6,12 +6,12 @@ from holdfast.comm import OrderedAllReduce
 from holdfast.data.loader import DataSource, SliceLoader
 from holdfast.data.plan import MiniBatch
 from holdfast.data.position import DataPosition
-from holdfast.engine.context import JobContext
 from holdfast.engine.injection import FaultPoints
-from holdfast.engine.run_log import RunLog
 from holdfast.models.runner import StepContext
+from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
-from holdfast.session.step import Step
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 
 
 class StepExecutor:

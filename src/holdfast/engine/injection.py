@@ -8,8 +8,6 @@ from typing import Any
 
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
-from holdfast.engine.context import CommittedState, JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import ConfigError
 from holdfast.faults.names import chosen
 from holdfast.faults.plan import FLIP, SCRIPT_PHASES, SPLIT_PHASES, Fault, FaultPlan
@@ -19,6 +17,8 @@ from holdfast.records.beacon import PHASES
 from holdfast.records.logger import Logger
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired, ValuesAltered
+from holdfast.state.context import CommittedState, JobContext
+from holdfast.state.run_log import RunLog
 
 
 class FaultPoints:

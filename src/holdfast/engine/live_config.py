@@ -17,13 +17,13 @@ from typing import Any
 from holdfast.base.options import MAX_REQUEST, request_in
 from holdfast.comm import broadcast_bytes
 from holdfast.data.position import DataPosition
-from holdfast.engine.context import JobContext
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.records.paths import requests_path
 from holdfast.records.types import SettingChanged
 from holdfast.recovery import Strategy, make_strategy
 from holdfast.recovery.registry import strategy_class, strategy_names
+from holdfast.state.context import JobContext
 
 _MOST_RANKS = 1 << 20
 

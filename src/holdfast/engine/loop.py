@@ -17,18 +17,17 @@ from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.data.position import DataPosition
 from holdfast.data.seeds import seed_slice
 from holdfast.engine.acts import StrategyActions
-from holdfast.engine.context import JobContext, LoopEnd
 from holdfast.engine.executor import StepExecutor
 from holdfast.engine.exits import kill_self
 from holdfast.engine.injection import FaultPoints
 from holdfast.engine.live_config import LiveConfig
 from holdfast.engine.recovery_log import RecoveryLog
 from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
-from holdfast.engine.run_log import RunLog
-from holdfast.engine.vote import CommitVote, MinMax, leaver_vote
+from holdfast.engine.restorer import StateRestorer
 from holdfast.errors import ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.integrity.certificate import begin_certificate
 from holdfast.integrity.sdc_guard import SdcGuard
+from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
 from holdfast.records.paths import launcher_lost_path
 from holdfast.records.types import Left
@@ -61,9 +60,10 @@ from holdfast.recovery.messages import (
     VoteStep,
 )
 from holdfast.recovery.protocol import ProtocolState
-from holdfast.session.step import Step
+from holdfast.recovery.vote import CommitVote, MinMax, leaver_vote
+from holdfast.state.context import JobContext, LoopEnd
 from holdfast.state.loop_end import check_saved
-from holdfast.state.restorer import StateRestorer
+from holdfast.state.run_log import RunLog
 from holdfast.state.store_loss import launcher_died, turn
 
 

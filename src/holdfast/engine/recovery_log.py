@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
-from holdfast.engine.run_log import RunLog
+from holdfast.state.context import JobContext, RebuildInfo, RecoveryContext
+from holdfast.state.run_log import RunLog
 
 
 class RecoveryLog:

@@ -32,16 +32,16 @@ from holdfast.recovery.messages import (
 from holdfast.recovery.regroup import RegroupLine, line_after
 
 if TYPE_CHECKING:
-    from holdfast.engine.context import JobContext
     from holdfast.engine.executor import StepExecutor
     from holdfast.engine.injection import FaultPoints
     from holdfast.engine.live_config import LiveConfig
     from holdfast.engine.recovery_log import RecoveryLog
-    from holdfast.engine.run_log import RunLog
+    from holdfast.engine.restorer import StateRestorer
     from holdfast.integrity.certificate import Certificate
     from holdfast.integrity.sdc_guard import SdcGuard
     from holdfast.models.trainable import Trainable
-    from holdfast.state.restorer import StateRestorer
+    from holdfast.state.context import JobContext
+    from holdfast.state.run_log import RunLog
 
 Known = TypeVar("Known")
 

@@ -12,10 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import JobContext
-from holdfast.engine.vote import MinMax
 from holdfast.errors import InternalError
-from holdfast.integrity.certified import ChainLink, HashedState
 from holdfast.integrity.hash_chain import (
     GENESIS,
     WHOLE_EVERY,
@@ -25,7 +22,10 @@ from holdfast.integrity.hash_chain import (
     link_of,
 )
 from holdfast.integrity.state_hashes import Fingerprint
+from holdfast.records.certified import ChainLink, HashedState
 from holdfast.recovery.messages import Progress
+from holdfast.recovery.vote import MinMax
+from holdfast.state.context import JobContext
 
 
 class Certificate:

@@ -8,9 +8,9 @@ that all workers discard the step in progress and redo it.
 from __future__ import annotations
 
 from holdfast.comm.allreduce.checksums import NO_WORKER
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import MessageAltered
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 
 _MOST_TIMES_REDONE = 3
 """Altered messages in the same step more often than this are not a soft error."""

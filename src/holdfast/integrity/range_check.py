@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES, RotatingDigest
 from holdfast.integrity.ranges import RangeFinding, Ranges
 from holdfast.models.part import ModelPart
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 
 _NOTHING = 0
 _IS_TRAINING = 1

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint import LoadedCheckpoint
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
-from holdfast.engine.vote import GuardVote, MinMax
 from holdfast.errors import ReplicasDiffer
 from holdfast.integrity.checksums import MessageChecks
 from holdfast.integrity.fingerprint import HALVES
@@ -24,6 +21,9 @@ from holdfast.integrity.range_check import RangeCheck
 from holdfast.integrity.recompute_check import RecomputeCheck
 from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.models.part import ModelPart
+from holdfast.recovery.vote import GuardVote, MinMax
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 
 _SHORTEST_ROTATION = 32
 """Minimum number of steps between two snapshots: copying a small model more often would cost more than training it."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
-from holdfast.engine.vote import MinMax
-from holdfast.integrity.certified import HashedState
 from holdfast.integrity.fingerprint import RotatingDigest, StateDigests, digests_of
 from holdfast.integrity.hash_chain import WHOLE_EVERY
+from holdfast.records.certified import HashedState
+from holdfast.recovery.vote import MinMax
 
 
 class Fingerprint(ABC):

@@ -25,12 +25,12 @@ from holdfast.comm import OrderedAllReduce
 from holdfast.comm.base import ThreadChange
 from holdfast.comm.reduce_thread import AllReduceThread
 from holdfast.config import Settings
-from holdfast.engine.context import JobContext
 from holdfast.errors import PeerFailed
 from holdfast.models.gradients import SliceGradients
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import ReducedBucket
 from holdfast.recovery.registry import strategy_class
+from holdfast.state.context import JobContext
 
 Reduce = Callable[[int], ReducedBucket]
 """All-reduces a bucket; called in another thread."""

@@ -18,7 +18,7 @@ from holdfast.comm import Communicator, Mailbox
 from holdfast.errors import ScriptError
 from holdfast.models.loss import loss_of, on_device
 from holdfast.models.resident_parts import ResidentParts
-from holdfast.session.models import Pipeline
+from holdfast.models.specs import Pipeline
 from holdfast.state.transfer import as_message, broadcast, of_message
 
 _AHEAD = 4

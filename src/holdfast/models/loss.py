@@ -9,7 +9,7 @@ import torch
 
 from holdfast.base.torch_private import tree_map
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.session.media import Media
+from holdfast.models.media import Media
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """Maps the model's output and the other items of the batch to the mean loss, or to that and a dict of metrics."""

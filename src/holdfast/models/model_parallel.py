@@ -12,8 +12,6 @@ import torch
 from holdfast.checkpoint.parts import Wanted, all_but
 from holdfast.comm import Communicator, Mailbox
 from holdfast.config import Settings
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.models.part import Stateful
 from holdfast.models.part_hashes import HashedParts, PartFingerprint
@@ -24,6 +22,8 @@ from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone, model_sha256
 from holdfast.records.types import PartsHeld
 from holdfast.recovery.placement import Placement, PlacementShape, initial_placement
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import adopt_lowest
 
 

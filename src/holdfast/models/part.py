@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.base.torch_private import zero_each
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.flips import optimizer_state, weights
 from holdfast.errors import CheckpointError, ConfigError
+from holdfast.faults.flips import optimizer_state, weights
 from holdfast.models.buffers import BufferChoices
 from holdfast.models.divergent import DivergentReplicas
 from holdfast.models.gradients import BucketLayout, SliceGradients

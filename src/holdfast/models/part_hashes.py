@@ -11,13 +11,13 @@ from torch import nn
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
-from holdfast.engine.vote import MinMax
-from holdfast.integrity.certified import HashedState
 from holdfast.integrity.fingerprint import RotatingDigest, StateDigests
 from holdfast.integrity.hash_chain import number_of_tensors
 from holdfast.integrity.state_hashes import Fingerprint, hash_tensors
 from holdfast.models.part import ModelPart
 from holdfast.models.resident_parts import ResidentParts
+from holdfast.records.certified import HashedState
+from holdfast.recovery.vote import MinMax
 
 _Looked = TypeVar("_Looked")
 

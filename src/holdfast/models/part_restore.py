@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.parts import all_but
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, StateLost
 from holdfast.models.flat_params import BLOCK_BYTES
 from holdfast.models.resident_parts import ResidentParts
 from holdfast.models.standby import DeltaStandbys, RestoredPart
 from holdfast.models.training_state import clone
 from holdfast.records.types import PartRestored
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 
 _Found = tuple[str, RestoredPart]
 """The source of a part, and the part."""

@@ -15,8 +15,6 @@ from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.data.samples import check_dataset
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ConfigError, ScriptError
 from holdfast.integrity.hash_chain import in_order
 from holdfast.models.evaluation import Evaluation
@@ -26,12 +24,14 @@ from holdfast.models.loss import checked
 from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.pipeline_scaler import PipelineScaler, ScaledStage
 from holdfast.models.runner import Reach, Runner, StepContext
+from holdfast.models.specs import Pipeline
 from holdfast.models.stages import StageExecutor, chain_of
+from holdfast.models.step import StagedStep, Step
 from holdfast.models.training_state import model_sha256
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import PIPELINE
-from holdfast.session.models import Pipeline
-from holdfast.session.step import StagedStep, Step
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import receive_part, send_part
 
 _BESIDE = -2

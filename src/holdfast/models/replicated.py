@@ -11,9 +11,7 @@ import torch
 from holdfast.base.clock import Clock
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
-from holdfast.engine.context import JobContext
-from holdfast.engine.flips import module_names, weights
-from holdfast.engine.run_log import RunLog
+from holdfast.faults.flips import module_names, weights
 from holdfast.models.overlap import OverlapCost, OverlappedOptimizer
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
@@ -23,6 +21,8 @@ from holdfast.models.training_state import model_sha256
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.types import OptimizerOverlapped
 from holdfast.recovery.strategy import REPLICATED
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import adopt_lowest
 
 

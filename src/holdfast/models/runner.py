@@ -11,11 +11,11 @@ from holdfast.data.loader import DataSource, SliceLoader
 from holdfast.data.plan import MiniBatch
 from holdfast.data.position import DataPosition
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import InternalError
+from holdfast.models.step import Step
 from holdfast.recovery.messages import Note
-from holdfast.session.step import Step
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 
 Reach = Callable[[str, int | None], None]
 """Called with a phase, and a bucket or slice, of the step in progress, to carry out planned faults."""

@@ -19,8 +19,6 @@ from torch import nn
 from holdfast.comm import Communicator, Mailbox
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, StateLost
 from holdfast.models.factories import PartFactories
 from holdfast.models.flat_params import check_in_host, in_row, views
@@ -29,9 +27,11 @@ from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.part import ModelPart
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
+from holdfast.models.specs import Sharded, check_device
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
-from holdfast.session.models import Sharded, check_device
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import broadcast
 
 

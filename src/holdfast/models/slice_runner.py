@@ -14,17 +14,17 @@ import torch
 from holdfast.base.device_errors import DeviceFailure, classify
 from holdfast.comm.allreduce.adding import SINGLE_ROWS, RowPlan, plan_rows
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.flips import NOT_WATCHED, flip_outputs
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.faults.flips import NOT_WATCHED, flip_outputs
 from holdfast.models.backward_overlap import BackwardOverlap, why_never
 from holdfast.models.loss import on_device
+from holdfast.models.media import Histogram, Image
 from holdfast.models.part import ModelPart
 from holdfast.models.reducer import BucketReducer, ReducedBucket
 from holdfast.models.runner import Runner, StepContext
+from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
 from holdfast.recovery.registry import strategy_class
-from holdfast.session.media import Histogram, Image
-from holdfast.session.step import Step
 
 
 class SliceRunner(Runner):

@@ -22,9 +22,8 @@ from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.context import LoopState
-from holdfast.engine.flips import flip_outputs
 from holdfast.errors import ScriptError
+from holdfast.faults.flips import flip_outputs
 from holdfast.faults.process import Injector
 from holdfast.models.gradients import SliceGradients
 from holdfast.models.loss import checked, loss_of, on_device
@@ -32,9 +31,10 @@ from holdfast.models.pipeline_scaler import PipelineScaler
 from holdfast.models.reducer import BucketReducer
 from holdfast.models.resident_parts import ResidentParts
 from holdfast.models.runner import Reach
+from holdfast.models.specs import Pipeline
 from holdfast.recovery.placement import Placement
 from holdfast.recovery.registry import strategy_class
-from holdfast.session.models import Pipeline
+from holdfast.state.context import LoopState
 from holdfast.state.transfer import as_message, broadcast, of_message
 
 

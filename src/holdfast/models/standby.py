@@ -22,11 +22,11 @@ import torch
 from holdfast.checkpoint.format import flatten, unflatten
 from holdfast.checkpoint.priority import PartialSave, PriorityPolicy, RunningCheckpoint
 from holdfast.comm import Communicator, Mailbox
-from holdfast.engine.context import JobContext
 from holdfast.models.flat_params import FlatParams
 from holdfast.models.resident_parts import ResidentParts
 from holdfast.models.standby_files import StandbyFiles
 from holdfast.models.training_state import clone
+from holdfast.state.context import JobContext
 from holdfast.state.transfer import as_message, of_message, pack_state, room_for
 
 OPTIMIZER = "optimizer"

@@ -18,8 +18,8 @@ from holdfast.checkpoint import CheckpointStore, LoadedCheckpoint, take
 from holdfast.checkpoint.retention import LEAST, to_remove
 from holdfast.checkpoint.writer import CheckpointWriter, WriteResult
 from holdfast.comm import VirtualCommunicator
-from holdfast.engine.context import JobContext
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+from holdfast.state.context import JobContext
 
 _LAST_WRITE_S = 5.0
 """Maximum wait for the disk when training has ended, seconds: the copy being written is no longer needed."""

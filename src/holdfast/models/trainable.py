@@ -16,14 +16,14 @@ from holdfast.checkpoint.parts import Wanted
 from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.training_state import clone
 from holdfast.records.types import Record
 from holdfast.recovery.registry import strategy_class
+from holdfast.state.context import JobContext
+from holdfast.state.run_log import RunLog
 
 
 class Trainable(ABC):

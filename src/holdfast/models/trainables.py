@@ -16,8 +16,8 @@ from holdfast.models.overlap import check_overlap
 from holdfast.models.pipeline import PipelineModel
 from holdfast.models.replicated import ReplicatedModel
 from holdfast.models.sharded import ShardedModel
+from holdfast.models.specs import Pipeline, Sharded
 from holdfast.models.trainable import Trainable
-from holdfast.session.models import Pipeline, Sharded
 
 
 def make_trainable(

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
-from holdfast.engine.vote import MinMax
-from holdfast.integrity.certified import HashedState
 from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, RotatingDigest, StateDigests
 from holdfast.integrity.hash_chain import digest_of_tensors
 from holdfast.integrity.state_hashes import Fingerprint, hash_tensors
 from holdfast.models.part import ModelPart
+from holdfast.records.certified import HashedState
+from holdfast.recovery.vote import MinMax
 
 
 class WholeFingerprint(Fingerprint):

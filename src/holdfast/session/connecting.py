@@ -16,7 +16,6 @@ from holdfast.comm.launchers import MPI_INIT_S, chosen, under_mpirun
 from holdfast.comm.waiting import waiting
 from holdfast.config import Settings
 from holdfast.engine import exits
-from holdfast.engine.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.engine.endpoint import endpoint_of
 from holdfast.engine.injection import make_faults, reach_point
 from holdfast.errors import ConfigError
@@ -26,6 +25,7 @@ from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
 from holdfast.session.launched import LaunchReport, join_launched
+from holdfast.state.context import CommittedState, JobContext, LiveSettings, LoopState
 from holdfast.state.manager import CheckpointManager
 from holdfast.state.order_choice import known_order
 

@@ -9,8 +9,8 @@ from holdfast.data.assignment import choose_slices
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import SamplePlan
 from holdfast.data.source import OpenedSource
-from holdfast.engine.context import JobContext
 from holdfast.engine.loop import TrainingLoop
+from holdfast.state.context import JobContext
 
 
 @dataclass(slots=True)

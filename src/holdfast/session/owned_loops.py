@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.config import Settings
-from holdfast.engine.context import JobContext
 from holdfast.engine.loop import Pause
+from holdfast.engine.reinit_context import application
 from holdfast.errors import ConfigError
 from holdfast.models.part import ModelPart
+from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
 from holdfast.session.opened import OpenedLoop
-from holdfast.session.reinit_context import application
-from holdfast.session.step import Step
+from holdfast.state.context import JobContext
 
 
 class OwnedLoops:

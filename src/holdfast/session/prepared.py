@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.models.buffers import BufferChoices
+from holdfast.models.media import Histogram, Image
 from holdfast.models.part import Stateful
-from holdfast.session.media import Histogram, Image
 from holdfast.session.prepared_loop import LoopPhase, PreparedLoop
 from holdfast.session.prepared_objects import (
     OptimizerGroup,

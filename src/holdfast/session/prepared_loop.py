@@ -15,13 +15,13 @@ from holdfast.base.torch_private import version_of
 from holdfast.engine.loop import Pause
 from holdfast.errors import InternalError, ScriptError
 from holdfast.models.loss import check_name, figure_of
+from holdfast.models.media import Histogram, Image, Media
 from holdfast.models.part import ModelPart
+from holdfast.models.step import Step
 from holdfast.session import gradient_hook
-from holdfast.session.media import Histogram, Image, Media
 from holdfast.session.opened import OpenedLoop
 from holdfast.session.script_end import save_at_end
 from holdfast.session.session import Session
-from holdfast.session.step import Step
 
 
 class LoopPhase(enum.Enum):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.data.seeds import generator_states, set_generator_states
+from holdfast.engine.reinit_context import application
 from holdfast.errors import ScriptError, Unwind
-from holdfast.session.reinit_context import application
 from holdfast.session.session import forget_sessions
 
 T = TypeVar("T")

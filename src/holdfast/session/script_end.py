@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 from holdfast.comm import VirtualCommunicator
-from holdfast.engine.context import JobContext
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ScriptError
 from holdfast.records.paths import stop_path
 from holdfast.recovery.messages import Note
+from holdfast.state.context import JobContext
 from holdfast.state.loop_end import save_end
+from holdfast.state.run_log import RunLog
 
 _stopped: list[JobContext] = []
 """The job whose state was saved between two loops on SIGTERM."""

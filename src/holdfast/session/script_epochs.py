@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import SamplePlan
-from holdfast.engine.context import JobContext, LoopState, ScriptEpoch
 from holdfast.errors import ScriptError
 from holdfast.session.opened import OpenedLoop
+from holdfast.state.context import JobContext, LoopState, ScriptEpoch
 
 
 def loading_loop(job: JobContext) -> OpenedLoop | None:

@@ -17,22 +17,22 @@ from holdfast.base import notice
 from holdfast.comm import Communicator
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.source import DataOptions, open_source
-from holdfast.engine.context import JobContext
 from holdfast.engine.injection import check_faults
 from holdfast.engine.loop import Pause, TrainingLoop
+from holdfast.engine.reinit_context import application, note_session, take_over
 from holdfast.errors import ConfigError, InternalError, ScriptError
 from holdfast.models.buffers import BufferChoices
 from holdfast.models.loss import check_name
 from holdfast.models.part import Stateful
+from holdfast.models.specs import Pipeline, Sharded
+from holdfast.models.step import Step
 from holdfast.models.trainables import make_trainable
 from holdfast.records.types import WriterDeclared
 from holdfast.session import gradient_hook
 from holdfast.session.connecting import check_device, connect_job
 from holdfast.session.launched import as_launched
-from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.opened import OpenedLoop, choose_job_slices, plan_of
 from holdfast.session.owned_loops import OwnedLoops
-from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.saving import model_state, save_atomically
 from holdfast.session.script_end import (
     check_and_save,
@@ -45,7 +45,7 @@ from holdfast.session.script_end import (
     stop_if_asked,
 )
 from holdfast.session.script_epochs import begin_loop, epochs_left, loading_loop
-from holdfast.session.step import Step
+from holdfast.state.context import JobContext
 from holdfast.state.platform_check import compare_with_others, platform_of_worker, promise_line
 
 _sessions: list[Session] = []

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.engine.context import JobContext
+    from holdfast.state.context import JobContext
 
 _AT_START = os.environ.get("PYTHONHASHSEED", "")
 """A script that sets it later does not change its hashes."""

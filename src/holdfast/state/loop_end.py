@@ -17,9 +17,9 @@ from typing import Any
 
 from holdfast.checkpoint import WritePlan
 from holdfast.checkpoint.writer import WriteResult
-from holdfast.engine.context import JobContext, LoopEnd
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, CheckpointError
+from holdfast.state.context import JobContext, LoopEnd
+from holdfast.state.run_log import RunLog
 from holdfast.state.store_loss import turn
 
 _LOCK = "loop-end.lock"

@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError
 from holdfast.setting_choices import AUTO, ORDERS
 
 if TYPE_CHECKING:
-    from holdfast.engine.context import JobContext
+    from holdfast.state.context import JobContext
 
 
 def known_order(settings: Settings) -> str:

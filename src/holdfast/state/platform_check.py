@@ -29,7 +29,7 @@ from holdfast.state.hash_seed import hash_digest, warn_of_hashes
 from holdfast.state.platform import Platform, PlatformDifference, between, difference, number_of, promises_bits
 
 if TYPE_CHECKING:
-    from holdfast.engine.context import JobContext
+    from holdfast.state.context import JobContext
 
 _LETTERS = 12
 

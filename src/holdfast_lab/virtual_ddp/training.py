@@ -29,6 +29,7 @@ from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
 from holdfast.errors import ConfigError, InternalError, JobError, ScriptError, TooFewWorkers
 from holdfast.models.gradients import BucketLayout
+from holdfast.models.step import Step
 from holdfast.models.training_state import clone, model_tensors
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.messages import (
@@ -67,7 +68,6 @@ from holdfast.recovery.messages import (
     StepVoted,
     VoteStep,
 )
-from holdfast.session.step import Step
 from holdfast_lab.virtual_ddp.plan import MembershipChange, MembershipDecision, faults_by_step
 
 __all__ = ["STRATEGIES", "MembershipChange", "MembershipDecision", "VirtualDdp", "VirtualSnapshot"]

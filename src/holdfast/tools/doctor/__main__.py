@@ -49,7 +49,7 @@ def _look_at_layers(device: str, *, briefly: bool) -> dict[str, Any]:
 
 
 def _look_at_script(script: Path, args: list[str], shared: Path, *, briefly: bool) -> dict[str, Any]:
-    from holdfast.session.reinit_context import application
+    from holdfast.engine.reinit_context import application
     from holdfast.tools.doctor.script import ScriptInspected, ScriptInspector
 
     application.looks = look = ScriptInspector(shared, briefly=briefly)

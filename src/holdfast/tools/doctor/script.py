@@ -19,9 +19,9 @@ from holdfast.data.plan import BatchCutter, MiniBatch, PlanCursor, SamplePlan
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import generator_states, seed_slice
 from holdfast.errors import ConfigError
+from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
-from holdfast.session.step import Step
 from holdfast.tools.doctor.checks import differing, examine, thread_counts, threads_set
 from holdfast.tools.doctor.findings import ScriptFindings
 from holdfast.tools.doctor.target import DoctorTarget, digests_of, is_misaligned, put_back
@@ -36,7 +36,7 @@ class ScriptInspected(BaseException):
 
 
 class ScriptInspector:
-    """Replaces training; see :attr:`holdfast.session.reinit_context.Application.looks`.
+    """Replaces training; see :attr:`holdfast.engine.reinit_context.Application.looks`.
 
     Args:
         shared: File for the weights and samples with which the other process must compute.

@@ -12,7 +12,7 @@ from holdfast.base.torch_private import drop_graph
 from holdfast.data.plan import MiniBatch
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, loss_of
-from holdfast.session.media import Histogram, Image
+from holdfast.models.media import Histogram, Image
 
 _Made = TypeVar("_Made")
 

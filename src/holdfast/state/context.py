@@ -187,7 +187,7 @@ class PendingRequests:
 
 @dataclass(slots=True)
 class RebuildState:
-    """Rebuilds of the application in this process. Written by :mod:`holdfast.session.reinit_context` and in recoveries.
+    """Rebuilds of the application in this process. Written by :mod:`holdfast.engine.reinit_context` and in recoveries.
 
     Args:
         count: Number of rebuilds.

@@ -8,10 +8,10 @@ from typing import Any
 
 from holdfast.config import Settings
 from holdfast.data.plan import SamplePlan
-from holdfast.engine.context import JobContext, RebuildInfo
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.models.step import Step
 from holdfast.recovery.registry import strategy_class
-from holdfast.session.step import Step
+from holdfast.state.context import JobContext, RebuildInfo
 
 
 @dataclass(slots=True)

@@ -13,8 +13,7 @@ from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm.launchers import chosen
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.plan import MiniBatch, SamplePlan
-from holdfast.engine.context import JobContext, RebuildInfo, RecoveryContext
-from holdfast.integrity.certified import ChainLink, HashedState
+from holdfast.records.certified import ChainLink, HashedState
 from holdfast.records.paths import media_dir, media_elsewhere_path
 from holdfast.records.types import (
     CheckpointSaved,
@@ -31,6 +30,7 @@ from holdfast.records.types import (
     StepCommitted,
 )
 from holdfast.setting_choices import AUTO
+from holdfast.state.context import JobContext, RebuildInfo, RecoveryContext
 
 _WRONG = {
     "replicas": "replicas differ",
@@ -41,7 +41,7 @@ _WRONG = {
 
 
 class Media(Protocol):
-    """An image or a histogram that a script logs; see :mod:`holdfast.session.media`."""
+    """An image or a histogram that a script logs; see :mod:`holdfast.models.media`."""
 
     def record(self, name: str, file: Path | None) -> Record:
         """Return its record, without stamps; an image is written to ``file``, None: nowhere."""

@@ -17,9 +17,7 @@ from holdfast.checkpoint.writer import WriteResult
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.position import DataPosition
 from holdfast.data.seeds import generator_states, set_generator_states
-from holdfast.engine.context import JobContext, LoopEnd
 from holdfast.engine.live_config import LiveConfig
-from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError, ScriptError
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import HealSnapshot, SdcGuard
@@ -28,10 +26,12 @@ from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
 from holdfast.records.types import Finished
 from holdfast.recovery.registry import strategy_class
+from holdfast.state.context import JobContext, LoopEnd
 from holdfast.state.hash_seed import compare_hashes_with_checkpoint, hashes
 from holdfast.state.loop_end import is_saved, keepers, lone_attempt
 from holdfast.state.order_choice import choose_order, order_of_checkpoint
 from holdfast.state.platform_check import compare_platforms, compare_with_checkpoint, warn_of_samples
+from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import receive_state, send_state
 
 _NO_SAMPLES = -(1 << 62) - 1
