@@ -34,7 +34,8 @@ import holdfast
 from holdfast.base.clock import SystemClock
 from holdfast.comm import Communicator
 from holdfast.models.gradients import BucketLayout
-from holdfast.models.overlap import OverlapCost, OverlappedOptimizer
+from holdfast.models.overlap import OverlappedOptimizer
+from holdfast.state.context import OverlapCost
 
 VARIANTS = ("lazy", "eager", "no copy")
 WARM_UP_STEPS = 5

@@ -18,10 +18,11 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.models.gradients import BucketLayout
-from holdfast.models.overlap import OverlapCost, OverlappedOptimizer, UndoCopy
+from holdfast.models.overlap import OverlappedOptimizer, UndoCopy
 from holdfast.models.training_state import state_sha256
 from holdfast.observe.terminal.table import summary_lines
 from holdfast.records.files import read_run
+from holdfast.state.context import OverlapCost
 from holdfast.summary.build import build_report
 
 KINDS = {

@@ -6,9 +6,8 @@ import pytest
 
 from holdfast.comm.allreduce.shm import MAX_INTEGERS
 from holdfast.errors import InternalError
-from holdfast.integrity.hash_chain import NOTHING, fold_part
 from holdfast.recovery.messages import REPORTED, VOTED, Note
-from holdfast.recovery.vote import CommitVote, GuardVote, MinMax, leaver_vote
+from holdfast.recovery.vote import NOTHING, CommitVote, GuardVote, MinMax, leaver_vote
 
 SILENT = GuardVote(altered=None, replicas=None, ranges=None, odd=None)
 LARGEST_GUARD = GuardVote(altered=False, replicas=MinMax(9, 9), ranges=0, odd=MinMax(-1, 1 << 30))
@@ -60,9 +59,11 @@ def test_all_hear_the_largest_the_smallest_and_what_any_says():
     assert (heard.stop, heard.leave, heard.stays) == (True, False, True)
 
 
-@pytest.mark.parametrize("numbers", [[], [0], [3, 8, 5]])
-def test_a_part_is_said_as_links_are_made_of_it_and_who_does_not_hold_it_changes_nothing(numbers):
-    assert tuple(MinMax.of(numbers).pack()) == fold_part(numbers)
+@pytest.mark.parametrize(
+    ("numbers", "integers"), [([], [NOTHING, NOTHING]), ([0], [0, ~0]), ([3, 8, 5], [8, ~3])], ids=str
+)
+def test_a_part_is_its_largest_and_smallest_digest_and_a_worker_without_it_changes_nothing(numbers, integers):
+    assert MinMax.of(numbers).pack() == integers
     assert said(MinMax.of(numbers), MinMax.of([])) == MinMax.of(numbers)
 
 

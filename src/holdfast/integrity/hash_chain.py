@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _LETTERS = 32
 """Number of hexadecimal digits of a link, and of a digest of samples or metrics."""
@@ -22,9 +22,6 @@ WHOLE_EVERY = 256
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_LETTERS]
 
-
-NOTHING = -(1 << 63)
-"""The vote of a worker that does not hold a part: smaller than the vote of any worker that does."""
 
 GENESIS = _sha256(b"holdfast certificate 1")
 """The link before the first step."""
@@ -70,18 +67,11 @@ def number_of_tensors(tensors: Mapping[str, str]) -> int:
     return int(digest_of_tensors(tensors), 16) >> 2
 
 
-def fold_part(numbers: Collection[int]) -> tuple[int, int]:
-    """Return the commit vote's two maxima for one part of a pipeline or sharded model, which show whether its owners differ.
-
-    The numbers are the part's digests, one per owner, from 0 to 2**62 - 1; empty at a worker that holds nothing of it.
-    """
-    if not numbers:
-        return NOTHING, NOTHING
-    return max(numbers), max(~number for number in numbers)
-
-
 def digest_of_parts(parts: Sequence[int]) -> int:
-    """Return the digest of the state of a pipeline or sharded model, from 0 to 2**62 - 1, from :func:`fold_part` of each part."""
+    """Return the digest of the state of a pipeline or sharded model, from 0 to 2**62 - 1, from the two votes on each part.
+
+    They are the integers of a :class:`~holdfast.recovery.vote.MinMax`.
+    """
     return int(_sha256(struct.pack(f"<{len(parts)}q", *parts))[:16], 16) >> 2
 
 

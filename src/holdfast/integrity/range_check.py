@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES, RotatingDigest
+from holdfast.integrity.guarded import GuardedModel
 from holdfast.integrity.ranges import RangeFinding, Ranges
-from holdfast.models.part import ModelPart
 from holdfast.state.context import JobContext
 from holdfast.state.run_log import RunLog
 
@@ -26,7 +26,7 @@ class RangeCheck:
     Reduced gradients are the same on all workers, so each worker checks another window of them.
     """
 
-    def __init__(self, job: JobContext, part: ModelPart, digest: RotatingDigest, log: RunLog) -> None:
+    def __init__(self, job: JobContext, part: GuardedModel, digest: RotatingDigest, log: RunLog) -> None:
         self._job = job
         self._part = part
         self._digest = digest

@@ -17,10 +17,10 @@ from holdfast.data.plan import MiniBatch
 from holdfast.errors import ReplicasDiffer
 from holdfast.integrity.checksums import MessageChecks
 from holdfast.integrity.fingerprint import HALVES
+from holdfast.integrity.guarded import GuardedModel
 from holdfast.integrity.range_check import RangeCheck
 from holdfast.integrity.recompute_check import RecomputeCheck
 from holdfast.integrity.state_hashes import Fingerprint
-from holdfast.models.part import ModelPart
 from holdfast.recovery.vote import GuardVote, MinMax
 from holdfast.state.context import JobContext
 from holdfast.state.run_log import RunLog
@@ -49,7 +49,7 @@ class HealSnapshot:
 class SdcGuard:
     """Compares replicas under the policy :attr:`Settings.guard`; ``whole`` is None for pipeline and sharded models."""
 
-    def __init__(self, job: JobContext, whole: ModelPart | None, fingerprint: Fingerprint, log: RunLog) -> None:
+    def __init__(self, job: JobContext, whole: GuardedModel | None, fingerprint: Fingerprint, log: RunLog) -> None:
         self._job = job
         self._whole = whole
         self._fingerprint = fingerprint

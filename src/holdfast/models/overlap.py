@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from holdfast.base.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.models.gradients import BucketLayout
 from holdfast.models.optimizers import UPDATING_EACH_ALONE, may_write_gradients, updates_each_alone
+from holdfast.state.context import OverlapCost
 
 
 def check_overlap(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm: float | None) -> None:
@@ -98,19 +98,6 @@ def _tensors(parameter: nn.Parameter, state: dict[str, Any] | None) -> list[tupl
     """Return the parameter, under the name "", and its optimizer state tensors."""
     kept = [(key, value) for key, value in (state or {}).items() if isinstance(value, torch.Tensor)]
     return [("", parameter), *kept]
-
-
-@dataclass(slots=True)
-class OverlapCost:
-    """Time spent on overlapped updates, over all steps; see :class:`~holdfast.records.types.OptimizerOverlapped`."""
-
-    steps: int = 0
-    buckets: int = 0
-    undone: int = 0
-    copy_s: float = 0.0
-    update_s: float = 0.0
-    waited_s: float = 0.0
-    undo_s: float = 0.0
 
 
 class OverlappedOptimizer:

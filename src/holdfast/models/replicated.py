@@ -12,7 +12,7 @@ from holdfast.base.clock import Clock
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
 from holdfast.faults.flips import module_names, weights
-from holdfast.models.overlap import OverlapCost, OverlappedOptimizer
+from holdfast.models.overlap import OverlappedOptimizer
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
@@ -21,7 +21,7 @@ from holdfast.models.training_state import model_sha256
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.types import OptimizerOverlapped
 from holdfast.recovery.strategy import REPLICATED
-from holdfast.state.context import JobContext
+from holdfast.state.context import JobContext, OverlapCost
 from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import adopt_lowest
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from holdfast.errors import InternalError
-from holdfast.integrity.hash_chain import fold_part
 from holdfast.recovery.messages import NO_NOTE, Note
+
+NOTHING = -(1 << 63)
+"""The digest of a part, and its complement, as sent by a worker that does not hold the part: smaller than any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,7 @@ class MinMax(Ballot):
     @classmethod
     def of(cls, numbers: Collection[int]) -> Self:
         """Return the spread of numbers from 0 to 2**62 - 1; of none, the neutral element of the reduction."""
-        high, low = fold_part(numbers)
-        return cls(high, ~low)
+        return cls(max(numbers), min(numbers)) if numbers else cls(NOTHING, ~NOTHING)
 
     @property
     def differs(self) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.data.ledger import SampleCounts
-from holdfast.models.overlap import OverlapCost
 from holdfast.recovery.messages import NO_NOTE, Action, Note
 
 if TYPE_CHECKING:  # the torch.distributed backend needs none of these
@@ -233,6 +232,19 @@ class SliceLoad:
     def has_grown(self) -> bool:
         """Whether this worker has taken over slices: it once began a step with fewer."""
         return self.least is not None and self.now > self.least
+
+
+@dataclass(slots=True)
+class OverlapCost:
+    """Time spent on overlapped updates, over all steps; see :class:`~holdfast.records.types.OptimizerOverlapped`."""
+
+    steps: int = 0
+    buckets: int = 0
+    undone: int = 0
+    copy_s: float = 0.0
+    update_s: float = 0.0
+    waited_s: float = 0.0
+    undo_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

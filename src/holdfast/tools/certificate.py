@@ -15,12 +15,12 @@ from holdfast.integrity.hash_chain import (
     digest_of_parts,
     digest_of_tensors,
     fits,
-    fold_part,
     link_of,
     number_of_tensors,
 )
 from holdfast.records.types import Finished, JobRestarted, Record, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.recovery.decisions import decision_of
+from holdfast.recovery.vote import MinMax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +175,8 @@ class CertifiedSteps:
         ):
             return ""
         numbers = (number_of_tensors(records[-1].tensors) for records in of_parts.values())
-        folds = [fold for number in numbers for fold in fold_part([number])]
-        return f"{digest_of_parts(folds):016x}"
+        votes = [vote for number in numbers for vote in MinMax.of([number]).pack()]
+        return f"{digest_of_parts(votes):016x}"
 
     def twice(self) -> list[CertificateFinding]:
         """Return the steps that were committed again with different results; the last time counts.
