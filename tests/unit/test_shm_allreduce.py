@@ -1,6 +1,7 @@
 """The rules of the sum through shared memory: each holds, and without it there is the accident that it prevents."""
 
 import faulthandler
+import functools
 import gc
 import os
 import signal
@@ -141,7 +142,7 @@ def make_replica(make_optimizer, options):
         schedule="step",
         scaler=scaler() if scaler else None,
         clip_grad_norm=options.get("clip_grad_norm"),
-        bucket_bytes=1 << 20,
+        lay_out=functools.partial(BucketLayout, bucket_bytes=1 << 20),
     )
 
 

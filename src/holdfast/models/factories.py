@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError
-from holdfast.models.buffers import BufferChoices
+from holdfast.models.gradients import BucketLayout
 from holdfast.models.part import ModelPart
 
 _Kind = TypeVar("_Kind", bound=ModelPart)
@@ -25,9 +26,7 @@ class PartFactories:
     scheduler: Callable[[torch.optim.Optimizer], Any] | None  # a learning-rate scheduler for that optimizer
     schedule: str  # `"step"` or `"epoch"`: how often the scheduler is stepped
     average: Callable[[nn.Module], AveragedModel] | None  # an average of the weights, from the module of a part
-    bucket_bytes: int
-    figures_apart: bool = False
-    choices: BufferChoices = field(default_factory=dict)  # how changes of buffers are combined
+    lay_out: Callable[..., BucketLayout]  # the layout of gradients, from the module of a part, `checked` and `prefix`
 
     def part(
         self,
@@ -55,12 +54,8 @@ class PartFactories:
             schedule=self.schedule,
             scaler=None,  # one scaler serves all parts
             clip_grad_norm=clip_grad_norm,
-            bucket_bytes=self.bucket_bytes,
-            checked=checked,
-            figures_apart=self.figures_apart,
+            lay_out=functools.partial(self.lay_out, checked=checked, prefix=prefix),
             average=average,
-            choices=self.choices,
-            prefix=prefix,
         )
 
 

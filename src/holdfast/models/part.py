@@ -15,7 +15,6 @@ from holdfast.base.torch_private import zero_each
 from holdfast.data.plan import MiniBatch
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.faults.flips import optimizer_state, weights
-from holdfast.models.buffers import BufferChoices
 from holdfast.models.divergent import DivergentReplicas
 from holdfast.models.gradients import BucketLayout, SliceGradients
 from holdfast.models.optimizers import may_write_gradients
@@ -41,9 +40,8 @@ class ModelPart:
         schedule: ``"step"``, ``"epoch"``, or ``"script"``: then the script steps the scheduler and updates the average.
         scaler: A ``torch.amp.GradScaler``; unscales after the all-reduce.
         clip_grad_norm: Maximum norm of the mean gradient.
+        lay_out: Returns the layout of the module's gradients.
         average: An average of the weights; updated after each step.
-        choices: How changes of buffers are combined; see :class:`~holdfast.models.buffers.StepBuffers`.
-        prefix: What precedes the names of the module's buffers there.
 
     Raises:
         ConfigError: if the optimizer has parameters that the model does not have, or a layer needs other workers.
@@ -58,12 +56,8 @@ class ModelPart:
         schedule: str,
         scaler: Any,
         clip_grad_norm: float | None,
-        bucket_bytes: int,
-        checked: bool = False,
-        figures_apart: bool = False,
+        lay_out: Callable[[nn.Module], BucketLayout],
         average: AveragedModel | None = None,
-        choices: BufferChoices = {},  # noqa: B006
-        prefix: str = "",
     ) -> None:
         super().__init__()
         _check_layers(model)
@@ -79,9 +73,7 @@ class ModelPart:
         self._scaler = scaler
         self.average = average
         self._clip_grad_norm = clip_grad_norm
-        self.buckets = BucketLayout(
-            model, bucket_bytes, checked=checked, figures_apart=figures_apart, choices=choices, prefix=prefix
-        )
+        self.buckets = lay_out(model)
         self.num_buckets = len(self.buckets)
         self.size_bytes = self.buckets.size_bytes
         self.device = self.buckets.layouts[0].device

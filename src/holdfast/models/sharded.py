@@ -244,10 +244,7 @@ class _Flow(ModelPart):
             schedule=schedule,
             scaler=scaler,
             clip_grad_norm=clip_grad_norm,
-            bucket_bytes=settings.bucket_bytes,
-            checked=settings.guard_sums,
-            figures_apart=settings.rounds,
-            choices=shards._factories.choices,
+            lay_out=functools.partial(shards._factories.lay_out, checked=settings.guard_sums),
         )
         self._shards = shards
 

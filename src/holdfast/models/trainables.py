@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.models.buffers import BufferChoices, check_choices
 from holdfast.models.factories import PartFactories
+from holdfast.models.gradients import BucketLayout
 from holdfast.models.overlap import check_overlap
 from holdfast.models.pipeline import PipelineModel
 from holdfast.models.replicated import ReplicatedModel
@@ -39,6 +41,9 @@ def make_trainable(
     """
     whole = model if isinstance(model, nn.Module) else model.module
     check_choices(buffers, None if whole is None else [name for name, _ in whole.named_buffers()])
+    lay_out = functools.partial(
+        BucketLayout, bucket_bytes=settings.bucket_bytes, figures_apart=settings.rounds, choices=buffers
+    )
     if not isinstance(model, Pipeline | Sharded):
         own, averaged = _optimizer_of(optimizer), _average_of(average)
         if settings.overlap_optimizer:
@@ -50,11 +55,8 @@ def make_trainable(
             schedule=schedule,
             scaler=scaler,
             clip_grad_norm=clip_grad_norm,
-            bucket_bytes=settings.bucket_bytes,
-            checked=settings.guard_sums,
-            figures_apart=settings.rounds,
+            lay_out=functools.partial(lay_out, checked=settings.guard_sums),
             average=averaged,
-            choices=buffers,
         )
     make_optimizer, make_average = _makers(type(model).__name__, optimizer, average, settings)
     makers = PartFactories(
@@ -62,9 +64,7 @@ def make_trainable(
         scheduler=scheduler,
         schedule=schedule,
         average=make_average,
-        bucket_bytes=settings.bucket_bytes,
-        figures_apart=settings.rounds,
-        choices=buffers,
+        lay_out=lay_out,
     )
     if isinstance(model, Sharded):
         return ShardedModel(model, makers, scaler, clip_grad_norm, settings)

@@ -87,8 +87,8 @@ class Session(OwnedLoops):
             may change only by choice.
         total_steps: Number of steps of the whole script, for scripts that call :meth:`steps` more than once; it only
             serves to reject a planned fault that could never strike.
-        comm: A communicator to use instead of that of the configured fabric.
-        **settings: Fields of :class:`holdfast.Settings`; they take precedence over the environment.
+        **settings: Fields of :class:`holdfast.Settings`; they take precedence over the environment. And ``comm``: a
+            communicator to use instead of that of the configured fabric.
 
     Raises:
         ConfigError: if an argument or a setting is not allowed, or the model has a SyncBatchNorm layer.
@@ -106,13 +106,13 @@ class Session(OwnedLoops):
         clip_grad_norm: float | None = None,
         buffers: BufferChoices | None = None,
         total_steps: int | None = None,
-        comm: Communicator | None = None,
         **settings: Any,
     ) -> None:
         if schedule not in ("step", "epoch", "script"):
             raise ConfigError(f"schedule must be 'step', 'epoch' or 'script', got {schedule!r}")
+        self._given_comm: Communicator | None = settings.pop("comm", None)
         self._settings = Settings.from_env(**settings)
-        if comm is None:
+        if self._given_comm is None:
             self._settings = as_launched(self._settings)
         self._trainable = make_trainable(
             model,
@@ -132,7 +132,6 @@ class Session(OwnedLoops):
         self._model: Any = model
         self._declared: list[WriterDeclared] = []
         self._total_steps = total_steps
-        self._given_comm = comm
         self._job: JobContext | None = None
         self._training = False
         self._said: set[str] = set()
