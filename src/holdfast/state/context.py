@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from holdfast.base.clock import Clock
+from holdfast.checkpoint import LoadedCheckpoint, WritePlan
+from holdfast.comm import Communicator, OrderedAllReduce
+from holdfast.config import Settings
 from holdfast.data.ledger import SampleCounts
+from holdfast.faults.process import Injector
+from holdfast.records.beacon import Beacon, NoBeacon
+from holdfast.records.logger import Logger
+from holdfast.records.types import Finished
 from holdfast.recovery.messages import NO_NOTE, Action, Note
-
-if TYPE_CHECKING:  # the torch.distributed backend needs none of these
-    from holdfast.base.clock import Clock
-    from holdfast.checkpoint import LoadedCheckpoint, WritePlan
-    from holdfast.comm import Communicator, OrderedAllReduce
-    from holdfast.config import Settings
-    from holdfast.faults.process import Injector
-    from holdfast.records.beacon import Beacon, NoBeacon
-    from holdfast.records.logger import Logger
-    from holdfast.records.types import Finished
-    from holdfast.state.manager import CheckpointManager
+from holdfast.state.manager import CheckpointManager
 
 
 @dataclass(slots=True)

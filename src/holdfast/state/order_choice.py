@@ -10,7 +10,6 @@ the number of hosts changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,7 @@ from holdfast.config import Settings
 from holdfast.data.assignment import even_ranges
 from holdfast.errors import ConfigError
 from holdfast.setting_choices import AUTO, ORDERS
-
-if TYPE_CHECKING:
-    from holdfast.state.context import JobContext
+from holdfast.state.context import JobContext
 
 
 def known_order(settings: Settings) -> str:

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +23,11 @@ from holdfast.checkpoint.format import tensor_bytes
 from holdfast.comm import broadcast_bytes
 from holdfast.errors import ConfigError
 from holdfast.records.types import WorkerRefused
+from holdfast.state.context import JobContext
 from holdfast.state.gpu_check import describe_gpu
 from holdfast.state.gpu_platform import PROMISE, gpu_properties, line_of
 from holdfast.state.hash_seed import hash_digest, warn_of_hashes
 from holdfast.state.platform import Platform, PlatformDifference, between, difference, number_of, promises_bits
-
-if TYPE_CHECKING:
-    from holdfast.state.context import JobContext
 
 _LETTERS = 12
 
