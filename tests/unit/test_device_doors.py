@@ -202,7 +202,6 @@ INTERNAL = {
         "recovery",
         "records",
         "records.types",
-        "report",
     )
 } | {"holdfast.base.torch_private"}
 """Modules with a list of names that are not for scripts."""
