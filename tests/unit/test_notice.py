@@ -81,6 +81,26 @@ def run(code):
     return subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode
 
 
+def test_a_context_that_is_left_in_another_thread_is_left_without_an_error():
+    """Where the garbage collector closes a loop that the script has abandoned."""
+    before, errors = signal.getsignal(signal.SIGTERM), []
+    context = notice.answered(lambda: None)
+    context.__enter__()
+
+    def leave():
+        try:
+            context.__exit__(None, None, None)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGTERM, before)
+
+    assert errors == []
+
+
 def test_between_two_loops_a_notice_is_answered_before_the_handler_of_the_script():
     told = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append("script"))

@@ -96,7 +96,8 @@ def answered(answer: Callable[[], None], after: Callable[[bool], None] | None = 
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before if after is None else _Between(after, before))
+        if threading.current_thread() is threading.main_thread():  # an abandoned loop may be collected in another one
+            signal.signal(signal.SIGTERM, before if after is None else _Between(after, before))
 
 
 def decline() -> None:
