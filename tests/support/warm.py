@@ -377,6 +377,8 @@ class WarmStart:
 
     def has_as_in(self, env):
         """Return whether the stock has started as a process with this environment would."""
+        if env.get("OMP_NUM_THREADS") != "1":
+            return False  # its imports start threads, and it cannot be forked
         if self.stock is None:
             self.stock = Stock(read_at_start(env))
         return not differs(as_of_fork_server(env), self.stock.env)
