@@ -133,14 +133,15 @@ def children_of_children():
 
 
 def receive(connection):
-    """Return a request and its descriptors; None at the end of the connection."""
+    """Return a request and its descriptors; None if who asked has ended meanwhile."""
     head, files, _, _ = socket.recv_fds(connection, 4, 3)
-    if not head:
-        return None
-    data = b""
-    while len(data) < int.from_bytes(head, "big"):
-        data += connection.recv(int.from_bytes(head, "big") - len(data))
-    return json.loads(data), files
+    with connection.makefile("rb") as stream:
+        data = stream.read(int.from_bytes(head, "big"))
+    if head and len(data) == int.from_bytes(head, "big"):
+        return json.loads(data), files
+    for file in files:
+        os.close(file)
+    return None
 
 
 def serve(listener):

@@ -1,0 +1,50 @@
+"""What a test starts from a process that has imported torch is what a shell would start; see tests/support/warm.py."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import clean_env
+
+SCRIPT = """
+import os, sys  # torch
+print("torch" in sys.modules, os.environ["MARK"], sys.argv, os.getcwd() == sys.argv[1])
+for pid in (os.getpid(), os.getppid()):
+    print(b"MARK=it" in open(f"/proc/{pid}/environ", "rb").read().split(bytes(1)))
+"""
+
+
+def started(folder):
+    """Return a job's exit code and output, and whether its launcher is a child of this process that shows its command."""
+    (folder / "script.py").write_text(SCRIPT)
+    words = ["-m", "holdfast", "run", "-n", "2", "--no-page", "--fabric", "gloo", "script.py", str(folder)]
+    job = subprocess.Popen(
+        [sys.executable, *words], cwd=folder, env=clean_env(MARK="it"), stdout=subprocess.PIPE, text=True
+    )
+    is_child = f"\nPPid:\t{os.getpid()}\n" in Path(f"/proc/{job.pid}/status").read_text()
+    output, _ = job.communicate(timeout=100)
+    return job.returncode, sorted(output.splitlines()), is_child
+
+
+def test_a_job_from_the_stock_is_like_one_that_starts_from_nothing(tmp_path, warm_start):
+    from_stock = started(tmp_path)
+    if warm_start.stock is None:
+        pytest.skip("no job starts from the stock: with --cold-start, or without OMP_NUM_THREADS=1")
+    warm_start.is_on = False
+
+    assert from_stock == started(tmp_path)
+    assert from_stock[2]
+
+
+def test_a_request_that_is_cut_off_does_not_hold_up_the_next_one(tmp_path, warm_start):
+    first = started(tmp_path)
+    if warm_start.stock is None:
+        pytest.skip("no job starts from the stock: with --cold-start, or without OMP_NUM_THREADS=1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(warm_start.stock.address)
+        socket.send_fds(stranger, [(1000).to_bytes(4, "big")], [0, 1, 2])
+
+    assert started(tmp_path) == first
