@@ -139,6 +139,7 @@ DEATHS = {
     "and the lead dies with it": ("gloo", ["kill-launcher-and-die:7:0"], {0: -9, 1: 4, 2: 4}, 7),
     "while the others recover": ("gloo", ["die:7:1", "kill-launcher@shrink:7:2"], {0: 4, 1: -9, 2: 4}, 7),
     "while a checkpoint is written": ("gloo", ["kill-launcher@checkpoint.tensors:6:0"], {0: 4, 1: 4, 2: 4}, 6),
+    "between the loops of one": ("gloo", ["kill-launcher@loop:6:2", "sleep@loop:6:2"], {0: 4, 1: 4, 2: 4}, 6),
 }
 """Fabric, deeds, how the workers end, and how many steps are saved at least."""
 

@@ -108,8 +108,8 @@ class Training:
         self.session.register(**things)
         self.stopped = False
 
-    def run(self, each=lambda step: None):
-        """Train; ``each`` is called in every step, after its slices."""
+    def run(self, each=lambda step: None, after_loop=lambda: None):
+        """Train; ``each`` is called in every step, after its slices, and ``after_loop`` after each loop."""
         x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
         data = TensorDataset(x, x[:, :4].argmax(1))
         for epochs in EPOCHS:
@@ -121,6 +121,7 @@ class Training:
                 self.noise.move()
                 self.mean.update(self.model[0].weight)
                 each(step)
+            after_loop()
             if self.stopped:
                 return self
             with torch.no_grad():
@@ -165,7 +166,8 @@ def kill(*pids):
 class Deeds:
     """Planned failures: ``WHAT:STEP:WHO``, WHO being a rank or ``all``.
 
-    In a step; or at a point of its checkpoint, or in its recovery: ``WHAT@shrink:STEP:WHO``.
+    In a step; or at a point of its checkpoint; in its recovery: ``WHAT@shrink:STEP:WHO``; or before it, between two
+    loops: ``WHAT@loop:STEP:WHO``.
     """
 
     def __init__(self, training, deeds):
@@ -176,6 +178,13 @@ class Deeds:
         step = self.training.session._job.checkpoints.step
         for what, when, who in self.deeds:
             if what.endswith(f"@{name}") and int(when) == step and who in (str(self.training.session.rank), "all"):
+                self.do(what.partition("@")[0])
+
+    def after_loop(self):
+        """Carry out the deeds that are due after the loop that ended before this step."""
+        session = self.training.session
+        for what, when, who in self.deeds:
+            if what.endswith("@loop") and int(when) == session.step and who in (str(session.rank), "all"):
                 self.do(what.partition("@")[0])
 
     def in_recovery(self):
@@ -284,4 +293,4 @@ if __name__ == "__main__":
         time.sleep(options.step_s)
         deeds.in_step(step)
 
-    training.run(each)
+    training.run(each, deeds.after_loop)

@@ -81,6 +81,24 @@ def run(code):
     return subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode
 
 
+def test_a_loop_that_is_collected_within_the_next_one_leaves_its_notices_to_that_one():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    told = []
+    abandoned = notice.answered(lambda: told.append("first"), lambda own: told.append("after the first"))
+    abandoned.__enter__()
+
+    with notice.answered(lambda: told.append("second"), lambda own: told.append("after the second")):
+        abandoned.__exit__(None, None, None)
+        send()
+    send()
+
+    assert told == ["second", "after the second"]
+    with notice.answered(lambda: told.append("third")):
+        pass
+    assert told[2:] == ["third"]  # what came after the second
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_context_that_is_left_in_another_thread_is_left_without_an_error():
     """Where the garbage collector closes a loop that the script has abandoned."""
     before, errors = signal.getsignal(signal.SIGTERM), []

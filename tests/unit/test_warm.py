@@ -10,16 +10,22 @@ import pytest
 from jobs import clean_env
 
 SCRIPT = """
-import os, sys  # torch
+import os, pathlib, sys, time  # torch
 print("torch" in sys.modules, os.environ["MARK"], sys.argv, os.getcwd() == sys.argv[1])
 for pid in (os.getpid(), os.getppid()):
-    print(b"MARK=it" in open(f"/proc/{pid}/environ", "rb").read().split(bytes(1)))
+    print(b"MARK=it" in open(f"/proc/{pid}/environ", "rb").read().split(bytes(1)), flush=True)
+pathlib.Path("at-" + os.environ["RANK"]).touch()
+ends_s = time.monotonic() + 30
+while not all(pathlib.Path(f"at-{rank}").exists() for rank in range(2)) and time.monotonic() < ends_s:
+    time.sleep(0.01)  # the job ends with its first worker, and would cut off the other one's output
 """
 
 
 def started(folder):
     """Return a job's exit code and output, and whether its launcher is a child of this process that shows its command."""
     (folder / "script.py").write_text(SCRIPT)
+    for mark in folder.glob("at-*"):
+        mark.unlink()
     words = ["-m", "holdfast", "run", "-n", "2", "--no-page", "--fabric", "gloo", "script.py", str(folder)]
     job = subprocess.Popen(
         [sys.executable, *words], cwd=folder, env=clean_env(MARK="it"), stdout=subprocess.PIPE, text=True

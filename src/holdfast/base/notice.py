@@ -12,6 +12,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
+
+_Handler = signal.Handlers | int | Callable[[int, FrameType | None], Any]
 
 
 class _Remembered:
@@ -32,13 +35,24 @@ class _Remembered:
 
 
 class _Answered:
-    """Forwards SIGTERM to a handler."""
+    """Forwards SIGTERM to a handler.
+
+    Attributes:
+        successor: What handles SIGTERM after the context; None while it lasts.
+    """
 
     def __init__(self, answer: Callable[[], None]) -> None:
+        self.successor: _Handler | None = None
         self._answer = answer
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._answer()
+        successor = _successor_of(self.successor)
+        if self.successor is None:
+            self._answer()
+        elif callable(successor):
+            successor(number, frame)
+        elif successor == signal.SIG_DFL:
+            _end()
 
 
 class _Between:
@@ -49,7 +63,7 @@ class _Between:
         before: The handler before the loop.
     """
 
-    def __init__(self, answer: Callable[[bool], None], before: signal.Handlers | int | Callable[..., object]) -> None:
+    def __init__(self, answer: Callable[[bool], None], before: _Handler) -> None:
         self.came = False
         self.before = before
         self._answer = answer
@@ -83,21 +97,38 @@ def answered(answer: Callable[[], None], after: Callable[[bool], None] | None = 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _Answered(answer))
-    came = False
-    if isinstance(before, _Between):
-        came, before = before.came, before.before
+    ours = _Answered(answer)
+    replaced = _successor_of(signal.signal(signal.SIGTERM, ours))
+    came = isinstance(replaced, _Between) and replaced.came
+    before = _script_handler(replaced)
     if isinstance(before, _Remembered):
         before.is_idle = lambda: False
         came, before.came = came or before.came, False
     if came:
         answer()
-    before = signal.SIG_DFL if before is None else before
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # an abandoned loop may be collected in another one
-            signal.signal(signal.SIGTERM, before if after is None else _Between(after, before))
+        before = _script_handler(before)
+        ours.successor = successor = before if after is None else _Between(after, before)
+        # An abandoned loop is closed when it is collected: in another thread, or within the next loop, whose handler stays.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is ours:
+            signal.signal(signal.SIGTERM, successor)
+
+
+def _successor_of(handler: _Handler | None) -> _Handler:
+    """Return the handler that is in force in place of one whose context may be over."""
+    while isinstance(handler, _Answered) and handler.successor is not None:
+        handler = handler.successor
+    return signal.SIG_DFL if handler is None else handler
+
+
+def _script_handler(handler: _Handler | None) -> _Handler:
+    """Return the handler below those of loops that are over: the script's own one, or the initial one."""
+    handler = _successor_of(handler)
+    while isinstance(handler, _Between):
+        handler = _successor_of(handler.before)
+    return handler
 
 
 def decline() -> None:

@@ -62,7 +62,7 @@ from holdfast.recovery.messages import (
 from holdfast.recovery.protocol import ProtocolState
 from holdfast.recovery.vote import CommitVote, MinMax, leaver_vote
 from holdfast.state.context import JobContext, LoopEnd
-from holdfast.state.loop_end import check_saved
+from holdfast.state.loop_end import check_saved, stop_at_end
 from holdfast.state.run_log import RunLog
 from holdfast.state.store_loss import launcher_died, turn
 
@@ -102,6 +102,8 @@ class TrainingLoop:
         self._pauses = pauses
         self._is_applied = False
         self._has_left = False
+        self._end_before: LoopEnd | None = None
+        """The end of the loop before, until all workers have begun this one."""
         self._trainable = trainable
         strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
         self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
@@ -153,7 +155,7 @@ class TrainingLoop:
 
     def drive(self) -> Iterator[Step | Pause]:
         """Yield steps to the script, and pauses if requested, until the protocol lets this worker leave."""
-        self._job.loops.at_end = None
+        self._end_before, self._job.loops.at_end = self._job.loops.at_end, None
         try:
             yield from self._drive()
         finally:
@@ -163,7 +165,7 @@ class TrainingLoop:
     def _drive(self) -> Iterator[Step | Pause]:
         event: Event = Admitted() if self._is_newcomer else Started()
         if not self._is_newcomer:
-            self._job.announce()
+            self._announce_job()
         while True:
             for order in self._protocol.handle(event):
                 if self._pauses:
@@ -403,7 +405,14 @@ class TrainingLoop:
 
     # -- the beginning, checkpoints
 
+    def _announce_job(self) -> None:
+        try:
+            self._job.announce()
+        except StoreLost as lost:
+            self._stop_without_store(lost)
+
     def _announce(self) -> None:
+        self._end_before = None
         if not self._status.announced and self._job.loop >= 0:
             self._status.announced = True
             self._log.started(self._position.plan, self._trainable.num_buckets, self._trainable.numel)
@@ -431,6 +440,10 @@ class TrainingLoop:
         if has_begun and not launcher_died(run_dir):
             self._log.warn(f"{lost}; without agreements this worker cannot continue, so it kills itself")
             kill_self()
+        if self._end_before is not None and launcher_died(run_dir):  # another may have stopped before this loop
+            job.loops.at_end = self._end_before
+            stop_at_end(job)
+            raise SystemExit(4)
         if not has_begun or not self._trainable.is_replicated:  # a single worker does not hold the whole state
             raise lost
         self._acts.discard()

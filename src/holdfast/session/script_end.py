@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import os
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from holdfast.errors import CheckpointError, ScriptError
 from holdfast.records.paths import stop_path
 from holdfast.recovery.messages import Note
 from holdfast.state.context import JobContext
-from holdfast.state.loop_end import save_end
+from holdfast.state.loop_end import save_end, stop_at_end
 from holdfast.state.run_log import RunLog
 
 _stopped: list[JobContext] = []
@@ -78,17 +77,12 @@ def stop_if_asked(job: JobContext) -> None:
 
 
 def _stop(job: JobContext, *, has_own: bool) -> None:
-    end = job.loops.at_end
-    if end is None and not has_own:
+    if job.loops.at_end is None and not has_own:
         raise CheckpointError(
             "SIGTERM has ended this script outside of a training loop, and the state after it was not kept"
         )
-    save_end(job)
+    stop_at_end(job)
     _stopped[:] = [job]
-    for record in () if end is None else end.finished:
-        job.log.write(
-            dataclasses.replace(record, t_s=job.clock.now_s(), outcome="stopped", checkpoint=str(job.checkpoints.url))
-        )
     if not has_own:
         raise SystemExit(exit_code())
 

@@ -80,6 +80,20 @@ def save_end(job: JobContext) -> None:
         job.loops.at_end = dataclasses.replace(end, content=None, info={})
 
 
+def stop_at_end(job: JobContext) -> None:
+    """Save the state at the end of the last loop, with which training has stopped, and record that.
+
+    Raises:
+        CheckpointError: if it could not be saved.
+    """
+    end = job.loops.at_end
+    save_end(job)
+    for record in () if end is None else end.finished:
+        job.log.write(
+            dataclasses.replace(record, t_s=job.clock.now_s(), outcome="stopped", checkpoint=str(job.checkpoints.url))
+        )
+
+
 def _save(job: JobContext, end: LoopEnd, content: WritePlan) -> None:
     run_dir = job.settings.run_dir
     alone: AbstractContextManager[None] = turn(Path(run_dir, _LOCK)) if run_dir else contextlib.nullcontext()
