@@ -6,7 +6,7 @@ import textwrap
 import jobs
 import pytest
 
-EXAMPLE = jobs.ROOT / "examples" / "01_survive_a_kill.py"
+SCRIPT = (jobs.ROOT / "tests" / "support" / "train_reference.py", "mlp", "sgd")
 
 PACKAGE = """
     from typing import ClassVar
@@ -78,7 +78,7 @@ def outside(tmp_path, monkeypatch):
 
 
 def run(folder, *options, code=0):
-    done = jobs.holdfast("run", "-n", 3, "--seed", 5, "--report", folder, "--no-page", *options, EXAMPLE)
+    done = jobs.holdfast("run", "-n", 3, "--seed", 5, "--report", folder, "--no-page", *options, *SCRIPT)
     assert done.returncode == code, done.stderr
     return json.loads((folder / "report.json").read_text()), done.stdout
 
@@ -126,14 +126,14 @@ def test_checkpoints_in_a_format_from_outside_the_package_are_written_and_loaded
     ],
 )
 def test_without_that_package_there_is_no_such_name(tmp_path, options, message):
-    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, *options, EXAMPLE)
+    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, *options, *SCRIPT)
 
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
 @pytest.mark.parametrize("option", ["strategy", "fabric", "checkpoint-format"])
 def test_what_is_none_is_refused_in_one_line(outside, tmp_path, option):
-    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, f"--{option}", "wrong", EXAMPLE)
+    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, f"--{option}", "wrong", *SCRIPT)
 
     assert done.returncode == 2
     assert done.stderr.startswith("error: the entry point 'wrong' of holdfast.")
@@ -141,7 +141,7 @@ def test_what_is_none_is_refused_in_one_line(outside, tmp_path, option):
 
 
 def test_a_strategy_that_does_not_say_whether_it_is_exact_is_refused_in_one_line(outside, tmp_path):
-    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, "--strategy", "unsure", EXAMPLE)
+    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, "--strategy", "unsure", *SCRIPT)
 
     assert done.returncode == 2
     assert "must set its class attribute exact" in done.stderr

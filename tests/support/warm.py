@@ -32,15 +32,19 @@ from pathlib import Path
 
 PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
 """As the fork server does."""
-ALSO = ("sklearn.datasets", "sklearn.model_selection")
-"""What the scripts of most tests import; sklearn takes as long as torch."""
-READ_AT_START = re.compile(r"(?:PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|BLIS_|TORCH|PYTORCH_|CUDA_|MALLOC_|GLIBC_)")
+OF_LAUNCHER = ("typer._adapters", "pydantic.json_schema", "holdfast.cli.app", "holdfast.launch.launcher")
+OF_REPORT = ("holdfast.observe.page.pages", "holdfast.observe.terminal.bar", "holdfast.tools.debug.bundle_writer")
+ALSO = ("jinja2", "matplotlib.figure", "matplotlib.backends.backend_svg", "sklearn.datasets", "sklearn.model_selection")
+"""What most reports and the scripts of most tests import; sklearn takes as long as torch."""
+READ_AT_START = re.compile(
+    r"(?:MPL|PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|BLIS_|TORCH|PYTORCH_|CUDA_|MALLOC_|GLIBC_)"
+)
 QUICK_START = str(Path(__file__).with_name("quick_start"))
 """Replaces slow imports in what starts from nothing."""
 PYTHON = sys.executable  # a test may put another one there
-HASH_SEED = "PYTHONHASHSEED"
-SET_BY_IMPORTS = (HASH_SEED, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
-"""The first is compared apart; torch and scikit-learn set the others, in the process of pytest, too."""
+HASH_SEED, SEARCHED = "PYTHONHASHSEED", "PYTHONPATH"
+SET_BY_IMPORTS = (HASH_SEED, SEARCHED, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
+"""The first two are compared apart; torch and scikit-learn set the others, in the process of pytest, too."""
 LONGEST = 65536
 """Bytes for a command line, and for an environment."""
 START_S = 120.0
@@ -56,6 +60,16 @@ _signature = inspect.signature(_cold_execute_child)
 def read_at_start(env):
     """Return the variables that Python, its libraries and torch read while they start; the seed of hashes apart."""
     return {name: value for name, value in env.items() if READ_AT_START.match(name) and name not in SET_BY_IMPORTS}
+
+
+def searched(env):
+    """Return the folders of PYTHONPATH; a process of the stock has what the one of tests replaces."""
+    return [path for path in env.get(SEARCHED, "").split(os.pathsep) if path not in ("", QUICK_START)]
+
+
+def has_own_start(env):
+    """Return whether a file in PYTHONPATH is run at the start of Python."""
+    return any(Path(path, f"{name}customize.py").exists() for path in searched(env) for name in ("site", "user"))
 
 
 def as_of_fork_server(env):
@@ -77,13 +91,12 @@ class Stock:
 
     def __init__(self, env):
         self.env = as_of_fork_server(env)
-        paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
         own = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "USER", "LANG", "LC_ALL")}
         whole = {
             **own,
             **self.env,
             "ROOM": "." * LONGEST,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path != QUICK_START),
+            SEARCHED: os.pathsep.join(searched(env)),
         }
         self.address = f"\0holdfast-tests-{os.getpid()}"  # an abstract one: no file
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -148,7 +161,7 @@ def serve(listener):
     """Import torch, then fork a launcher for each request; return in the launcher, with what it is asked for."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     gc.disable()
-    for name in PRELOADED:
+    for name in (*PRELOADED, *OF_LAUNCHER, *OF_REPORT):
         importlib.import_module(name)
     for name in ALSO:
         with contextlib.suppress(ModuleNotFoundError):  # not in every environment that runs tests
@@ -212,11 +225,12 @@ def become_launcher(request, files, address):
 
 def run_as_new(args, env, run):
     """Execute ``run`` as in a process that has just been started with these arguments, and end the process."""
+    sys.path[:] = [*searched(env), *(path for path in sys.path[1:] if path not in searched(os.environ))]
     os.environ.clear()
     os.environ.update(env)
     show_start(args, env)
     sys.orig_argv, sys.argv = list(args), [importlib.util.find_spec(args[2]).origin, *args[3:]]
-    sys.path[0] = os.getcwd()  # as python -m does
+    sys.path.insert(0, os.getcwd())  # as python -m does
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of the process
     sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -311,7 +325,7 @@ PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 def differs(env, own_env):
     """Return whether a process with the environment ``env`` would start otherwise."""
-    return read_at_start(env) != read_at_start(own_env)
+    return has_own_start(env) or read_at_start(env) != read_at_start(own_env)
 
 
 def _become_child_of_launcher(call, args):

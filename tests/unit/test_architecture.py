@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import os
@@ -280,8 +281,13 @@ def room_of(path: Path) -> str:
     return ("lab." if package == LAB else "") + room.removesuffix(".py")
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and full name of everything of the two packages that ``tree`` imports."""
+@functools.cache
+def imports_of(source: str) -> tuple[tuple[int, str], ...]:
+    """Return line and full name of everything of the two packages that a file with this text imports."""
+    return tuple(imports_in(ast.parse(source)))
+
+
+def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -312,7 +318,7 @@ def is_allowed(imported: str, allowed: set[str]) -> bool:
 def forbidden_imports(source: str, room: str) -> list[str]:
     allowed = {RUNTIME if name == RUNTIME else full(name, room) for name in MAY_IMPORT[room]} | {full(room, room)}
     allowed |= {f"{RUNTIME}.base"}  # the ground of every room
-    return [f"line {line}: {name}" for line, name in imports_of(ast.parse(source)) if not is_allowed(name, allowed)]
+    return [f"line {line}: {name}" for line, name in imports_of(source) if not is_allowed(name, allowed)]
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -337,7 +343,7 @@ def outward_imports(source: str, room: str) -> list[str]:
     """Return the imports of an outer ring in a file of ``room``; none if the room may reach all rings, or stands in one."""
     if room in EVERYTHING | OUTER or room.startswith("lab."):
         return []
-    return [name for _, name in imports_of(ast.parse(source)) if OUTER.intersection(name.split(".")[1:2])]
+    return [name for _, name in imports_of(source) if OUTER.intersection(name.split(".")[1:2])]
 
 
 def test_the_core_imports_no_outer_ring():
@@ -370,7 +376,7 @@ def test_the_runtime_imports_nothing_of_the_laboratory():
         str(path.relative_to(SOURCE)): name
         for path in FILES
         if not room_of(path).startswith("lab.")
-        for _, name in imports_of(ast.parse(path.read_text()))
+        for _, name in imports_of(path.read_text())
         if name.split(".")[0] == LAB
     }
 
@@ -444,9 +450,7 @@ def test_no_modules_import_each_other_in_a_circle():
     imports = {}
     for path in FILES:
         own = module_of(path)
-        found = {
-            name if name in modules else name.rpartition(".")[0] for _, name in imports_of(ast.parse(path.read_text()))
-        }
+        found = {name if name in modules else name.rpartition(".")[0] for _, name in imports_of(path.read_text())}
         # A package and what lies in it may know each other: importing the second imports the first.
         imports[own] = {
             name for name in found & modules if name not in (own, RUNTIME, LAB) and not own.startswith(f"{name}.")
@@ -461,7 +465,7 @@ def test_a_circle_is_found():
 
 def rooms_imported(source: str) -> set[str]:
     """Return the rooms that ``source`` imports; names of the packages themselves are no rooms."""
-    names = (name.split(".") for _, name in imports_of(ast.parse(source)))
+    names = (name.split(".") for _, name in imports_of(source))
     rooms = {("lab." if package == LAB else "") + rest[0] for package, *rest in names if rest}
     return rooms & set(MAY_IMPORT)
 

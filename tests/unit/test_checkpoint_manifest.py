@@ -372,7 +372,7 @@ def module_fields(tmp_path_factory):
     return manifest_file(root, 1).read_bytes()
 
 
-@settings(UNHURRIED, max_examples=1000)
+@settings(UNHURRIED, max_examples=400)
 @given(st.data())
 def test_whatever_is_altered_is_refused_as_damage_or_harmless(module_fields, data):
     fields = json.loads(module_fields)
