@@ -1,5 +1,6 @@
 """For every test; and which tests only the long campaigns run, so that ``make test`` stays quick: one place to see what it leaves out."""
 
+import gc
 import os
 import signal
 import sys
@@ -83,7 +84,6 @@ LONG = (
     "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-adam-killed2",
     # Long by what they count; shorter ones of the same file run every time.
     "chaos/test_streams.py::test_the_multiset_of_100_000_samples_is_exact_on_8_then_5_then_7_workers",
-    "lab/test_rehearsal.py::test_what_is_chosen_can_be_pasted_into_a_run",
     "unit/test_guard.py::test_a_long_run_without_faults_rings_no_alarm_and_keeps_its_bits",
     "chaos/test_foreign_launchers.py::test_a_task_of_srun_that_dies_at_its_start_is_named_and_the_others_end_or_begin_without_it[begins",
     # At other steps, or for other kinds of stream, what a neighbour shows.
@@ -457,6 +457,12 @@ def pytest_configure(config):
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(TimeLeftLines(reporter), "holdfast-time-left")
+
+
+def pytest_collection_finish():
+    """Leave what was collected, and torch, out of later garbage collections: a sixth of the time of tests that compute much."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

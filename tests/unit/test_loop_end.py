@@ -23,7 +23,7 @@ PER_EPOCH = 4
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test():
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no handler of an earlier test is a script's own one here
     yield
     forget_sessions()
     script_end._stopped.clear()

@@ -102,8 +102,7 @@ class TrainingLoop:
         self._pauses = pauses
         self._is_applied = False
         self._has_left = False
-        self._end_before: LoopEnd | None = None
-        """The end of the loop before, until all workers have begun this one."""
+        self._end_before: LoopEnd | None = None  # the end of the loop before, until all workers have begun this one
         self._trainable = trainable
         strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
         self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
@@ -443,6 +442,7 @@ class TrainingLoop:
         if self._end_before is not None and launcher_died(run_dir):  # another may have stopped before this loop
             job.loops.at_end = self._end_before
             stop_at_end(job)
+            job.loops.at_end = None  # the watcher's SIGTERM may come now, and asks for the same
             raise SystemExit(4)
         if not has_begun or not self._trainable.is_replicated:  # a single worker does not hold the whole state
             raise lost

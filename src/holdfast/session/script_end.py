@@ -30,6 +30,11 @@ def note_job(job: JobContext) -> None:
         _jobs.append(job)
 
 
+def forget_job(job: JobContext) -> None:
+    """Forget a job that this worker has left, or that has stopped: SIGTERM and the end of the script change nothing more."""
+    _jobs[:] = [one for one in _jobs if one is not job]
+
+
 def forget_jobs() -> None:
     """Forget jobs whose application was torn down; the next session notes its own."""
     for job in _jobs:

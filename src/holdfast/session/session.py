@@ -36,6 +36,7 @@ from holdfast.session.owned_loops import OwnedLoops
 from holdfast.session.saving import model_state, save_atomically
 from holdfast.session.script_end import (
     check_and_save,
+    forget_job,
     forget_jobs,
     note_job,
     note_stop,
@@ -314,6 +315,7 @@ class Session(OwnedLoops):
             try:
                 yield from run.drive()
             except SystemExit:  # this worker has left, or all have stopped: training ends here
+                forget_job(job)
                 self._close_loop()
                 raise
         job.loops.totals = run.account()
