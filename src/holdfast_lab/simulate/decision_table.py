@@ -57,16 +57,6 @@ class RecoveryStage(enum.IntEnum):
     SAVE = 4
 
 
-PART_OF = {
-    RecoveryStage.REGROUP: "regroup",
-    RecoveryStage.UNDO: "regroup",
-    RecoveryStage.RESTART: "restart",
-    RecoveryStage.LOAD: "load",
-    RecoveryStage.SAVE: "save",
-}
-"""The entry of :data:`~holdfast_lab.simulate.outcome.PARTS` that a stage's time counts as."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDecision:
     """The protocol's decision in one case.
