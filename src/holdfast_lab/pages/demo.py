@@ -92,11 +92,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
 
     rows = results["rows"]
     runs = [
-        {
-            "report": row,
-            "timeline": timeline_of(row, (records or {}).get(row["name"], ())),
-            "headline": headline(row),
-        }
+        {"report": row, "timeline": timeline_of(row, (records or {}).get(row["name"], ())), "headline": headline(row)}
         for row in rows
     ]
     return (

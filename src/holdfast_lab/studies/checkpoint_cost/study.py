@@ -58,10 +58,7 @@ _KILL_AT = (0.25, 0.5, 0.75)
 _KEPT_BY = 2
 """Number of workers that save what other numbers of workers load."""
 _QUICK = ("torch", "holdfast")
-_SHARING = {
-    "torch": ("root", "rank", "shared", "shared by holdfast"),
-    "tensorflow": ("root", "rank"),
-}
+_SHARING = {"torch": ("root", "rank", "shared", "shared by holdfast"), "tensorflow": ("root", "rank")}
 _TRAINING = ("torch", "tensorflow")
 _TRAINING_STEPS = 40
 

@@ -95,12 +95,7 @@ def _campaign(options: Options, part: CellGroup, _: Sequence[Row]) -> list[Row]:
     stop = StopRule(width=0.0, batch=part.trials, least=part.trials, most=part.trials)
     begins, makes = (prepare_clean, trial_clean) if part.clean else (prepare, trial)
     campaign = Campaign(
-        name=f"{STUDY.name}: {part.name}",
-        seed=options.seed,
-        cells=part.cells,
-        prepare=begins,
-        trial=makes,
-        stop=stop,
+        name=f"{STUDY.name}: {part.name}", seed=options.seed, cells=part.cells, prepare=begins, trial=makes, stop=stop
     )
     broken = run_campaign(campaign, path, len(os.sched_getaffinity(0)))
     of = {cell.name: list(each_row(path, cell.name)) for cell in part.cells}

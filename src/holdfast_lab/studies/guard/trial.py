@@ -131,8 +131,7 @@ def _check(ended: GuardResult) -> None:
         raise InternalError(f"a fault-free training failed: {ended.error or 'its loss is not finite'}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Clean training runs
+# -- clean training runs
 
 
 def prepare_clean(settings: Mapping[str, Any]) -> GuardSetup:
