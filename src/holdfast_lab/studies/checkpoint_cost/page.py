@@ -28,8 +28,6 @@ from holdfast_lab.studies.stats import median
 
 _PARTS = ("gather", "serialise", "compress", "write", "undivided", "sync")
 _COST_BY = ["model", "optimizer", "framework", "way"]
-_SLOW = 3.0
-"""A way to save that takes this many times as long as the fastest is mentioned in the advice."""
 _LARGE = 1.1
 """A way to save whose file is this many times as large as necessary is mentioned in the advice."""
 
@@ -169,7 +167,6 @@ def _for_users(rows: Sequence[Row]) -> list[Sentence]:
 
 def _for_developers(rows: Sequence[Row]) -> list[Sentence]:
     return [
-        *_slow_defaults(rows),
         *_too_many_bytes(rows),
         *_defaults_that_diverge(rows),
         *_unnoticed(rows),
@@ -250,21 +247,6 @@ def _unharmed(rows: Sequence[Row]) -> list[Sentence]:
                  f"an older one, this could be loaded: {row['killed']}.", "mechanisms", row["framework"], row["way"])
         for row in _mechanisms(rows) if "nothing" in row["killed"] or "other" in row["killed"]
     ]  # fmt: skip
-
-
-def _slow_defaults(rows: Sequence[Row]) -> list[Sentence]:
-    """Report the cost of compression by default."""
-    items, groups = [], _cost_groups(rows)
-    for plain, packed in (("npz", "npz compressed"), ("hdf5", "hdf5 gzip")):
-        for key, group in groups.items():
-            other = groups.get((*key[:3], plain))
-            if key[3] == packed and other and key[1] == "momentum":
-                slower = median([r["save_s"] for r in group]) / median([r["save_s"] for r in other])
-                fewer = 1 - group[0]["bytes"] / other[0]["bytes"]
-                text = f"{key[2]}, {key[0]}: compressing {plain} takes {slower:.1f} times as long and saves {fewer:.1%} of the bytes; it should not be the default."
-                if slower > _SLOW:
-                    items.append(sentence(text, "cost", *key))
-    return items
 
 
 def _too_many_bytes(rows: Sequence[Row]) -> list[Sentence]:
