@@ -56,10 +56,13 @@ class Counting:
         self.done: list[str] = []
         self.stop_in, self.breaks, self.derived = stop_in, breaks, derived
 
-    def settings(self, options: Options) -> dict[str, Any]:
-        return {"seed": options.seed}
+    def plan(self, options: Options) -> Any:
+        return self
 
-    def tasks(self, options: Options) -> list[Task]:
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def tasks(self) -> list[Task]:
         def task(key: str) -> Task:
             def run(known: Any) -> list[dict[str, Any]]:
                 if key == self.stop_in:
@@ -74,7 +77,7 @@ class Counting:
 
         return [task(key) for key in ("one", "two", "three")]
 
-    def left_out(self, options: Options) -> list[str]:
+    def left_out(self) -> list[str]:
         return []
 
     def claims(self, rows: Any, seed: int) -> list[Claim]:
