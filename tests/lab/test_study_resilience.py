@@ -347,7 +347,7 @@ def test_eager_runs_are_held_against_lazy_ones_and_predicted_from_their_own_cost
 def test_a_kill_that_left_nothing_to_take_back_counts_as_not_run(monkeypatch):
     real = RealRun(ROLLBACK, 2, EAGER)
 
-    def run(words: list[str], environment: dict[str, str], folder: Path, limit_s: float) -> tuple[int, str]:
+    def run(words: list[str], folder: Path, limit_s: float) -> tuple[int, str]:
         assert "--overlap-optimizer" in words
         (folder / "report").mkdir()
         report = {
@@ -361,7 +361,7 @@ def test_a_kill_that_left_nothing_to_take_back_counts_as_not_run(monkeypatch):
         (folder / "report" / "events.jsonl").write_text("")
         return 0, ""
 
-    monkeypatch.setattr("holdfast_lab.studies.resilience.jobs.ended", run)
+    monkeypatch.setattr("holdfast_lab.studies.processes.ended", run)
 
     (row,) = measure(real, 0, 0)
 

@@ -36,7 +36,7 @@ class FailureCase(enum.IntEnum):
     LOADING = 2
 
 
-class Decision(NamedTuple):
+class SimulatedDecision(NamedTuple):
     """The protocol's decision in one case.
 
     Args:
@@ -64,7 +64,7 @@ class Decision(NamedTuple):
     falls_behind: bool
 
 
-def decision_table(scenario: Scenario) -> list[Decision]:
+def decision_table(scenario: Scenario) -> list[SimulatedDecision]:
     """Return the protocol's decisions: for each :class:`FailureCase`, with too few survivors and with enough."""
     rules = _rules(scenario)
     return [_decide(scenario, rules, case, enough) for case in FailureCase for enough in (False, True)]
@@ -87,7 +87,7 @@ def _rules(scenario: Scenario) -> Rules:
     return rules_of(strategy, min_workers=job.min_workers, buckets=job.buckets, model=job.model)
 
 
-def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -> Decision:
+def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -> SimulatedDecision:
     costs, job = scenario.costs, scenario.job
     recovery = _failed(rules, case)
     undo = restart = load = save = 0
@@ -109,7 +109,7 @@ def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -
                 save = ticks(costs.save_s) + ticks(costs.save_background_s)
         recovery.carry_out(enough=enough)
     from_snapshot = rebuilds and job.reinit_from == "snapshot" and not rules.split
-    return Decision(
+    return SimulatedDecision(
         undo, restart, load, save,
         discards=discards or from_snapshot,
         goes_back=loads and not from_snapshot,

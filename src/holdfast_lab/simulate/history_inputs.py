@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast, get_type_hints
 import numpy as np
 
 from holdfast_lab.simulate.checks import ticks
-from holdfast_lab.simulate.decision_table import Decision, admission_ns, decision_table
+from holdfast_lab.simulate.decision_table import SimulatedDecision, admission_ns, decision_table
 from holdfast_lab.simulate.failures import Outages
 from holdfast_lab.simulate.price_table import price_table
 from holdfast_lab.simulate.scenario import Scenario
@@ -91,7 +91,7 @@ class Parameters(NamedTuple):
     split: bool
     eager: bool
     prices: Sequence[Price]
-    decisions: Sequence[Decision]
+    decisions: Sequence[SimulatedDecision]
 
 
 class Calendar(NamedTuple):
@@ -140,7 +140,7 @@ def parameters(scenario: Scenario) -> Parameters:
         split=job.model != "replicated",
         eager=job.overlap_optimizer,
         prices=_prices(scenario),
-        decisions=cast("Any", np.array(decision_table(scenario), record(Decision))),
+        decisions=cast("Any", np.array(decision_table(scenario), record(SimulatedDecision))),
     )
 
 

@@ -22,7 +22,7 @@ _LAST_WORDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobOutcome:
+class RealJob:
     """The results of a job.
 
     Args:
@@ -42,16 +42,16 @@ class JobOutcome:
         return [record for record in self.events if record["event"] == event]
 
 
-def run_job(words: Sequence[object], folder: Path, limit_s: float) -> JobOutcome:
+def run_job(words: Sequence[object], folder: Path, limit_s: float) -> RealJob:
     """Run ``holdfast run`` with these words, and the report in ``folder/report``; end it after ``limit_s`` seconds."""
     start = [sys.executable, "-m", "holdfast", "run", "--no-page", "--report", folder / "report"]
     code, said = ended([*start, *words], folder, limit_s)
     report, events = folder / "report" / "report.json", folder / "report" / "events.jsonl"
     failed = f"ended with exit status {code}: {said}" if code else ""
     if not report.is_file():
-        return JobOutcome(failed=failed or "it wrote no report", code=code)
+        return RealJob(failed=failed or "it wrote no report", code=code)
     records = [json.loads(line) for line in events.read_text().splitlines()]
-    return JobOutcome(report=json.loads(report.read_text()), events=records, failed=failed, code=code)
+    return RealJob(report=json.loads(report.read_text()), events=records, failed=failed, code=code)
 
 
 def run_script(

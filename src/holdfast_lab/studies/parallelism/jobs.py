@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast_lab.studies.processes import JobOutcome, run_job
+from holdfast_lab.studies.processes import RealJob, run_job
 from holdfast_lab.workloads import load_dataset
 
 SCRIPTS = Path(__file__).with_name("workers")
@@ -153,7 +153,7 @@ class ParallelismRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelismOutcome(JobOutcome):
+class ParallelismOutcome(RealJob):
     """The results of a run.
 
     Args:

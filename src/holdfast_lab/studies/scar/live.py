@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.tools.against import cost_against
 from holdfast_lab.studies.base import FAILED, MEASURED, SHARE, Claim, Row, Task, statement
-from holdfast_lab.studies.processes import JobOutcome, run_job
+from holdfast_lab.studies.processes import RealJob, run_job
 from holdfast_lab.studies.stats import share_interval
 
 SCRIPTS = Path(__file__).with_name("workers")
@@ -82,7 +82,7 @@ def run_live(live: LiveRun) -> Row:
         folder = Path(name)
         kill = (*live.policy, "--inject", f"kill:rank={rank},step={step},phase=optimizer")
         runs = {"undisturbed": ("virtual", ()), "predicted": ("virtual", kill), "real": (live.fabric, kill)}
-        reports: dict[str, JobOutcome] = {}
+        reports: dict[str, RealJob] = {}
         for run, (fabric, words) in runs.items():
             reports[run] = _run(live, folder / run, fabric, words)
             if reports[run].failed:
@@ -90,7 +90,7 @@ def run_live(live: LiveRun) -> Row:
         return {**about, "status": MEASURED, **_compared(folder, reports["predicted"].report, reports["real"].report)}
 
 
-def _run(live: LiveRun, folder: Path, fabric: str, policy: Sequence[str]) -> JobOutcome:
+def _run(live: LiveRun, folder: Path, fabric: str, policy: Sequence[str]) -> RealJob:
     words = ["-n", live.workers, "--fabric", fabric, "--seed", live.seed, *policy]
     words += [SCRIPTS / "shards.py", "--shards", live.workers, "--epochs", live.epochs, "--batch", _BATCH]
     return run_job([*words, "--optimizer", live.optimizer, "--rate", live.rate], folder, _LIMIT_S)
