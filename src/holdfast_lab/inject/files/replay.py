@@ -297,7 +297,7 @@ def _read_place(fields: Any) -> ValuePosition:
     return ValuePosition(path, FORMATS[dtype], tuple(shape))
 
 
-# -- jSON
+# -- JSON
 
 
 def _check_schema(what: str, schema: Any) -> None:
