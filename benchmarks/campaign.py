@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 
 from holdfast_lab.studies.campaign import run_campaign
 from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule, seed_of
@@ -178,12 +178,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--alone", type=int, default=8)
+    parser = command_line(__doc__, trials=1000, alone=8, rounds=3)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 from checkpoint_ranks import RANK_STORES, measure_ranks
-from common import PEERS_PYTHON, ratio, spread, table, write_json
+from common import PEERS_PYTHON, command_line, ratio, spread, table, write_json
 from page_cache import evict
 from peers.store_worker import Bench, Elsewhere, Numbers
 from peers.stores import PEERS, STORES, State, make_state
@@ -142,11 +142,7 @@ def dd(source: Path, folder: Path) -> Numbers:
 
 
 def take_turns(
-    ways: Mapping[str, Way],
-    folder: Path,
-    rounds: int,
-    seed: int = 0,
-    before: Callable[[str], None] = lambda name: None,
+    ways: Mapping[str, Way], folder: Path, rounds: int, seed: int = 0, before: Callable[[str], None] = lambda name: None
 ) -> Found:
     """Run every store once a round, after a warm-up round; ``before`` is called with the store, untimed."""
     order, rng = [*ways], random.Random(seed)
@@ -313,19 +309,18 @@ def is_installed(store: str) -> bool:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=float, default=1e9, help="size of the state")
-    parser.add_argument(
-        "--layers", type=int, default=21, help="layers of the model: fewer layers make fewer and larger tensors"
+    parser = command_line(
+        __doc__,
+        bytes=(1e9, "size of the state"),
+        layers=(21, "layers of the model: fewer layers make fewer and larger tensors"),
+        rounds=5,
+        ranks=(8, "processes that save and load at once"),
+        flips=(10_000, "flips for each format of Holdfast"),
+        peer_flips=(400, "flips for each peer"),
     )
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--ways", nargs="+", choices=[*STORES], default=[*STORES])
-    parser.add_argument("--ranks", type=int, default=8, help="processes that save and load at once")
-    parser.add_argument("--flips", type=int, default=10_000, help="flips for each format of Holdfast")
-    parser.add_argument("--peer-flips", type=int, default=400, help="flips for each peer")
     parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

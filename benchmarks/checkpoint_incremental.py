@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from peers.stores import Dcp, Safetensors, State, make_state, sync_all
 
 from holdfast.checkpoint import CheckpointStore, take
@@ -158,12 +158,8 @@ def show(title: str, found: dict[str, dict[str, list[float]]]) -> str:
 
 def main() -> None:
     """Measure all cases and print their tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=float, default=3e8, help="size of the state")
-    parser.add_argument("--layers", type=int, default=21)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser = command_line(__doc__, bytes=(3e8, "size of the state"), layers=21, rounds=8)
     parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     results: dict[str, Any] = {}
     for case in ("fine-tuned", "embedding", "everything"):

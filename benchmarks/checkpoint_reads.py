@@ -20,7 +20,6 @@ order of tensors that the package ``safetensors`` chooses: a scalar between othe
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -37,7 +36,7 @@ from unittest import mock
 import numpy as np
 import torch
 import xxhash
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from page_cache import evict
 from peers.stores import Holdfast, Safetensors, State, make_state
 
@@ -194,13 +193,8 @@ def threads(count: int) -> Any:
 
 def main() -> None:
     """Measure and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=float, default=1e9, help="size of the state")
-    parser.add_argument("--layers", type=int, default=21)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cold-rounds", type=int, default=3)
+    parser = command_line(__doc__, bytes=(1e9, "size of the state"), layers=21, rounds=9, cold_rounds=3)
     parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.dir) as folder, threads(os.cpu_count() or 1):

@@ -5,6 +5,7 @@ This module imports neither torch nor Holdfast, so that it also runs in the envi
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -107,3 +108,20 @@ def write_json(path: str | Path | None, **content: Any) -> None:
     """Write the measurement and a description of the machine to ``path``; None writes nothing."""
     if path:
         Path(path).write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
+
+
+def command_line(doc: str | None, /, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser of options with these defaults and their types, and of ``--json FILE``.
+
+    Args:
+        doc: Description, as in the docstring.
+        defaults: By option: its default, or a pair of that and its help; a list takes several values.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        value, text = default if isinstance(default, tuple) else (default, None)
+        many: dict[str, Any] = {"nargs": "+"} if isinstance(value, list) else {}
+        kind = type(value[0] if many else value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=text, **many)
+    parser.add_argument("--json", metavar="FILE")
+    return parser

@@ -13,7 +13,6 @@ and the processor time of the kernel that the process took from the SIGKILL on, 
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import resource
@@ -24,7 +23,7 @@ import time
 from typing import Any
 
 import torch
-from common import spread, table, write_json
+from common import command_line, spread, table, write_json
 
 from holdfast.records.life_lock import hold_life_lock
 
@@ -34,9 +33,7 @@ PARTS = ("life lock", "watcher", "processor time")
 
 def main() -> None:
     """Kill, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--json", metavar="FILE")
+    parser = command_line(__doc__, kills=20)
     options = parser.parse_args()
     rows = [kill_once() for _ in range(options.kills)]
     spreads = {part: spread([row[part] for row in rows]) for part in PARTS}

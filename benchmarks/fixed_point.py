@@ -14,7 +14,6 @@ worker sends for each parameter.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from common import spread, table, write_json
+from common import command_line, spread, table, write_json
 from wire import digits, make_model
 
 from holdfast.comm.allreduce.adding import TiledSum
@@ -178,13 +177,9 @@ def sent_bytes(kind: str, slices_each: int) -> float:
 
 def main() -> None:
     """Measure and print everything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numbers", type=int, default=8_500_000)
-    parser.add_argument("--slices", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tries", type=int, default=20, help="random groupings of each step")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE")
+    parser = command_line(
+        __doc__, numbers=8_500_000, slices=8, steps=60, tries=(20, "random groupings of each step"), rounds=7
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     every = list(gradients(options.slices, options.steps))

@@ -34,7 +34,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, table, write_json
+from common import ROOT, command_line, table, write_json
 from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, missing
 
 SYSTEMS = ("holdfast", "torchft", "torchft-tuned", "torchrun")
@@ -83,16 +83,15 @@ def measure_all(system: str, options: argparse.Namespace) -> list[Result]:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wall", type=float, default=40.0, help="seconds of training under kills")
-    parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[5.0, 10.0, 30.0])
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
-    parser.add_argument(
-        "--join-timeout-ms", type=int, default=200, help="join timeout of torchft-tuned, see recovery.py"
+    parser = command_line(
+        __doc__,
+        wall=(40.0, "seconds of training under kills"),
+        workers=4,
+        join_timeout_ms=(200, "join timeout of torchft-tuned, see recovery.py"),
+        seed=1,
     )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[5.0, 10.0, 30.0])
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     options = parser.parse_args()
     if odd := set(options.systems) - {*SYSTEMS, RESPAWN}:
         parser.error(f"--systems must be of {', '.join([*SYSTEMS, RESPAWN])}, got {', '.join(sorted(odd))}")

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, ratio, spread, table, write_json
+from common import ROOT, command_line, ratio, spread, table, write_json
 from models import JOBS
 from step_time import TOLERANCE, Training, work_ddp, work_holdfast
 
@@ -201,16 +201,17 @@ def shape(hosts: Hosts, count: int, rate: str) -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--workers", type=int, default=1, help="workers of each host")
+    parser = command_line(
+        __doc__,
+        hosts=[2, 4, 8],
+        workers=(1, "workers of each host"),
+        rate=("1gbit", "of each link, as tc takes it"),
+        bucket_mb=(25.0, "size of holdfast's buckets, MiB; DDP's are 25"),
+        steps=(10, "measured steps of a job"),
+        rounds=3,
+    )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--model", choices=("cnn", "mlp", "resnet"), default="mlp")
-    parser.add_argument("--rate", default="1gbit", help="of each link, as tc takes it")
-    parser.add_argument("--bucket-mb", type=float, default=25, help="size of holdfast's buckets, MiB; DDP's are 25")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of a job")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

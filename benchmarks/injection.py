@@ -41,7 +41,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from peers import injector_2022
 
 from holdfast.faults.alteration import Alteration, ValueChange, ValuePosition, apply, draw
@@ -196,15 +196,9 @@ def _processor_s() -> float:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=float, default=1e9)
-    parser.add_argument("--tensors", type=int, default=60)
-    parser.add_argument("--flips", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--values", type=float, default=1e8)
+    parser = command_line(__doc__, bytes=1e9, tensors=60, flips=1000, rounds=5, values=1e8)
     parser.add_argument("--live-flips", type=float, nargs="*", default=[1e6, 1e7])
     parser.add_argument("--dir", help="folder for the file")
-    parser.add_argument("--json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         measured = dict(zip(("clock", "processor"), measure_files(args, folder), strict=True))

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from step_time import BLOCK_S, WARM_UP_STEPS, Contender, Turns, free_port
 
 DDP = "ddp-gloo"
@@ -116,12 +116,7 @@ def main() -> int:
     if sys.argv[1:2] == ["work"]:
         work(sys.argv[2], int(sys.argv[3]))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--fabric", nargs="+", default=["ulfm", "gloo"])
-    parser.add_argument("--json", metavar="FILE")
+    parser = command_line(__doc__, workers=2, rounds=15, steps=4, fabric=["ulfm", "gloo"])
     options = parser.parse_args()
     times = measure(options)
     blocks = {system: [statistics.median(block) for block in rounds] for system, rounds in times.items()}

@@ -11,7 +11,6 @@ wire        Two hosts, which are network namespaces with shaped links as in ``ho
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import socket
@@ -22,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import PEERS_PYTHON, ROOT, spread, table, write_json
+from common import PEERS_PYTHON, ROOT, command_line, spread, table, write_json
 
 PORT = 29411
 CHUNK_BYTES = 1 << 20
@@ -142,13 +141,14 @@ def _receive(connection: socket.socket, size_bytes: int) -> None:
 
 def main() -> None:
     """Measure one of them, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(
+        __doc__,
+        rounds=7,
+        rate=("1gbit", "wire: of each link, as tc takes it"),
+        megabytes=(34.0, "wire: sent in each direction"),
+    )
     parser.add_argument("part", choices=("processes", "wire"))
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--names", nargs="+", choices=[*COMMANDS], default=[*COMMANDS], help="processes: which")
-    parser.add_argument("--rate", default="1gbit", help="wire: of each link, as tc takes it")
-    parser.add_argument("--megabytes", type=float, default=34, help="wire: sent in each direction")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if options.part == "processes":
         values, unit = time_processes(options.rounds, options.names), "s"

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import table, write_json
+from common import command_line, table, write_json
 from long.job import LongJob, reference_hash
 from long.samples import Sampler
 from long.trend import Trend, trend
@@ -73,14 +73,15 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--every", type=int, default=1000, help="steps from one death to the next, at least 50")
+    parser = command_line(
+        __doc__,
+        steps=100_000,
+        every=(1000, "steps from one death to the next, at least 50"),
+        minutes=(0.0, "stop after so long; hashes are then not compared"),
+        seed=0,
+    )
     parser.add_argument("--fabric", choices=("gloo", "ulfm"), default="gloo")
-    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so long; hashes are then not compared")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the folder of the run, and say where it is")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if options.every < 50 or options.steps < 8 * options.every:
         parser.error(f"--every must be at least 50, and --steps 8 times that, got {options.every} and {options.steps}")

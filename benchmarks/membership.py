@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common import table, write_json
+from common import command_line, table, write_json
 
 from holdfast.errors import PeerFailed
 from holdfast.membership import Hub, HubStore, Roster, Store
@@ -145,14 +145,11 @@ class Row:
 
 def main() -> None:
     """Measure each size and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, per_node=8, recoveries=5)
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=[64, 256, 1024])
-    parser.add_argument("--per-node", type=int, default=8)
-    parser.add_argument("--recoveries", type=int, default=5)
     parser.add_argument("--direct", action="store_true", help="without relays")
     parser.add_argument("--addresses", action="store_true", help="with the gathering of addresses")
     parser.add_argument("--jobs-of", type=int, metavar="WORKERS", help="split the workers into jobs of this size")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     smallest = min([*options.sizes, options.jobs_of or math.inf])
     if smallest <= options.recoveries:

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import table, write_json
+from common import command_line, table, write_json
 from goodput import CHECKPOINT_EVERY, WARM_STEPS, Holdfast, schedule, tend_until
 from peers.driver import WAIT_S, commits
 from spent import Spent, spent
@@ -120,14 +120,15 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(
+        __doc__,
+        wall=(60.0, "seconds of training under kills"),
+        pairs=(1, "number of points of each strategy that are run twice"),
+        apart=(APART, "steps between kills in the calibration runs"),
+    )
     parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
     parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[10.0, 20.0, 40.0])
-    parser.add_argument("--wall", type=float, default=60.0, help="seconds of training under kills")
     parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("--pairs", type=int, default=1, help="number of points of each strategy that are run twice")
-    parser.add_argument("--apart", type=int, default=APART, help="steps between kills in the calibration runs")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if odd := set(options.strategies) - set(STRATEGIES):
         parser.error(f"--strategies must be of {', '.join(STRATEGIES)}, got {', '.join(sorted(odd))}")

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from peers.driver import Job, Line, Torchft, Torchrun, commits, missing
 
 PHASES = ("forward", "backward", "allreduce", "optimizer")
@@ -83,16 +83,12 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--kills", type=int, default=6, help="kills of each system; below about 100 the p99 is the maximum"
+    parser = command_line(
+        __doc__, kills=(6, "kills of each system; below about 100 the p99 is the maximum"), workers=4, seed=0
     )
-    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     parser.add_argument("--strategy", choices=STRATEGIES, help="only Holdfast, with this strategy")
     parser.add_argument("--fabric", choices=FABRICS, help="only Holdfast, over this fabric")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if options.strategy or options.fabric:
         options.systems = [

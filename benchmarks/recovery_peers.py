@@ -18,7 +18,7 @@ import argparse
 import os
 import sys
 
-from common import table, write_json
+from common import command_line, table, write_json
 from peers.restarters import RayTrain, Reconfigure, why_missing
 from recovery import Row, cells, draw, kill_peer, summary, torchft_times, torchrun_times
 
@@ -54,13 +54,9 @@ def measure(system: str, options: argparse.Namespace) -> list[Row]:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=4)
+    parser = command_line(__doc__, kills=6, workers=4, seed=0)
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     parser.add_argument("--health-check", type=float, default=0.1, metavar="SECONDS", help="of Ray Train's controller")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if odd := set(options.systems) - set(SYSTEMS):
         parser.error(f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(sorted(odd))}")

@@ -18,7 +18,6 @@ Loopback on few cores says nothing about a cluster: one memory holds as many cop
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -31,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import spread, table, write_json
+from common import command_line, spread, table, write_json
 
 Row = dict[str, float]
 
@@ -44,13 +43,14 @@ MOST_STEPS = 100_000
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=5, help="kills of each kind")
-    parser.add_argument("--megabytes", type=int, default=100, help="size of the state, in MB")
-    parser.add_argument("--kinds", default="spare,whole", help="which to measure, separated by commas")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
+    parser = command_line(
+        __doc__,
+        workers=3,
+        kills=(5, "kills of each kind"),
+        megabytes=(100, "size of the state, in MB"),
+        kinds=("spare,whole", "which to measure, separated by commas"),
+        seed=0,
+    )
     options = parser.parse_args()
     rows: dict[str, list[Row]] = {kind: [] for kind in options.kinds.split(",")}
     for seed in range(options.kills):  # in turns

@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 import numpy as np
-from common import spread, table, write_json
+from common import command_line, spread, table, write_json
 from peers.driver import Line, Torchft, commits, missing
 
 TUNED = {"heartbeat_timeout_ms": 500, "join_timeout_ms": 200}
@@ -58,12 +58,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--megabytes", type=float, default=100, help="size of the state, in MB")
+    parser = command_line(__doc__, workers=3, kills=6, megabytes=(100.0, "size of the state, in MB"))
     parser.add_argument("--systems", type=lambda text: text.split(","), default=["torchft"], help="torchft, or none")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if options.systems not in (["torchft"], ["none"]):
         parser.error(f"--systems must be torchft or none, got {','.join(options.systems)}")

@@ -24,14 +24,13 @@ The defaults take a minute.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
 from holdfast.checkpoint.priority import PriorityPolicy, RunningCheckpoint
@@ -162,9 +161,7 @@ def compare(name: str, found: dict[str, list[float]]) -> list[dict[str, float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--json", metavar="FILE")
+    parser = command_line(__doc__, repetitions=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
     times = measure(options.repetitions)

@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import spread, table, write_json
+from common import command_line, spread, table, write_json
 
 SIZES = (4, 8, 16, 32, 64)
 ELEMENTS = 1000
@@ -62,12 +62,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, kills=(12, "kills of each size, at least"), seed=0)
     parser.add_argument("--fabric", choices=("ulfm", "gloo"), default="ulfm")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=list(SIZES))
-    parser.add_argument("--kills", type=int, default=12, help="kills of each size, at least")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if min(options.sizes) < 2:

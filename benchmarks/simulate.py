@@ -23,7 +23,7 @@ import tempfile
 import time
 from typing import Any
 
-from common import table, write_json
+from common import command_line, table, write_json
 
 from holdfast_lab.simulate import (
     Cluster,
@@ -80,12 +80,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=1000)
-    parser.add_argument("--workers", type=int, default=100_000)
-    parser.add_argument("--days", type=float, default=90)
+    parser = command_line(__doc__, repetitions=1000, workers=100_000, days=90.0)
     parser.add_argument("--compiled", action="store_true", help="load what an earlier run compiled")
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

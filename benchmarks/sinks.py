@@ -32,7 +32,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import step_time
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from models import JOBS
 from step_time import WARM_UP_STEPS, Contender, SystemFailed, free_port
 
@@ -60,14 +60,11 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
+    parser = command_line(
+        __doc__, workers=2, fabric=("gloo", "ulfm needs Open MPI in this environment"), rounds=20, steps=40
+    )
     parser.add_argument("--model", choices=sorted(JOBS), default="mlp")
-    parser.add_argument("--fabric", default="gloo", help="ulfm needs Open MPI in this environment")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--control", action="store_true", help="also measure a second job without sinks")
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

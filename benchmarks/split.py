@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 from models import CONTEXT, JOBS, Transformer, loss_of, make_model
 from step_time import TOLERANCE, WARM_UP_STEPS, Contender, Race, SystemFailed, Turns, interval
 from torch import nn
@@ -302,15 +302,14 @@ class SplitRace(Race):
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(
+        __doc__, rounds=(5, "number of blocks of each system"), mirror=(1, "hot standbys of each part under Holdfast")
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--workers", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     parser.add_argument("--kinds", nargs="+", choices=[*PAIRS], default=[*PAIRS])
-    parser.add_argument("--rounds", type=int, default=5, help="number of blocks of each system")
     parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
-    parser.add_argument("--mirror", type=int, default=1, help="hot standbys of each part under Holdfast")
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

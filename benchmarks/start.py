@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from common import spread, table, write_json
+from common import command_line, spread, table, write_json
 
 COMMANDS = {
     "the interpreter": ("-c", "pass"),
@@ -52,9 +52,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE")
+    parser = command_line(__doc__, repetitions=10)
     return parser.parse_args()
 
 

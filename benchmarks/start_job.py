@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 
 LIMIT_S = 180.0
 MODEL = """
@@ -122,11 +122,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--workers", type=int, default=4)
+    parser = command_line(__doc__, rounds=10, workers=4)
     parser.add_argument("--fabrics", nargs="+", choices=("gloo", "ulfm"), default=["gloo", "ulfm"])
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import PEERS_PYTHON, ratio, spread, table, write_json
+from common import PEERS_PYTHON, command_line, ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
 SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-prepare", "holdfast-ddp", "torchft")
@@ -558,15 +558,16 @@ def interval(found: dict[str, float] | None) -> str:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(
+        __doc__,
+        workers=[2, 4],
+        slices=(8, "slices of a step for ddp-accumulate and holdfast-slices"),
+        rounds=(5, "number of blocks of each system"),
+    )
     parser.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--systems", nargs="+", choices=[*SYSTEMS, *SLICED], default=[*SYSTEMS])
-    parser.add_argument("--slices", type=int, default=8, help="slices of a step for ddp-accumulate and holdfast-slices")
-    parser.add_argument("--rounds", type=int, default=5, help="number of blocks of each system")
     parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     uneven = [str(workers) for workers in options.workers if options.slices % workers]
     if uneven and set(options.systems) & set(SLICED):

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import ratio, spread, table, write_json
+from common import command_line, ratio, spread, table, write_json
 
 WAYS = ("gloo", "openmpi", "messages", "shared", "memcpy")
 NUMBERS = (100_000, 1_000_000, 8_500_000, 25_000_000)
@@ -208,12 +208,8 @@ def show(workers: int, numbers: int, times: dict[str, list[float]]) -> str:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--numbers", nargs="+", type=int, default=[*NUMBERS])
+    parser = command_line(__doc__, workers=[2, 4], numbers=[*NUMBERS], rounds=(15, "number of blocks of each variant"))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    parser.add_argument("--rounds", type=int, default=15, help="number of blocks of each variant")
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

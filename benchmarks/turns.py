@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from common import ROOT, ratio, spread, table, write_json
+from common import ROOT, command_line, ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 from torch import nn
 
@@ -40,12 +40,10 @@ def make_parser(
     doc: str | None, *, steps: int, workers: Sequence[int] = (2,), models: Sequence[str] = ("mlp",)
 ) -> argparse.ArgumentParser:
     """Return a parser of the common options, with these defaults."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(doc, blocks=30)
     parser.add_argument("--workers", type=int, nargs="+", default=list(workers))
     parser.add_argument("--models", nargs="+", choices=sorted(JOBS), default=list(models))
-    parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--work", metavar="FILE", help=argparse.SUPPRESS)
     return parser
 

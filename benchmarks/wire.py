@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import table, write_json
+from common import command_line, table, write_json
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -71,11 +71,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     """Train, and print the differences."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--json", metavar="FILE")
+    parser = command_line(__doc__, seeds=10, epochs=6, workers=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, list[dict[str, float]]] = {

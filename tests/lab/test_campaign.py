@@ -28,7 +28,7 @@ from holdfast.errors import ConfigError, InternalError, JobError
 from holdfast_lab.studies.campaign import run_campaign
 from holdfast_lab.studies.campaign_plan import Cell, StopRule, check_alone, found_by, seed_of
 from holdfast_lab.studies.campaign_table import CampaignTable, as_json, read_rows
-from holdfast_lab.studies.explain import by_level, explained, shares, spread
+from holdfast_lab.studies.explain import explained, shares, spread
 from holdfast_lab.studies.outcomes import (
     ACCR,
     NAN,
@@ -464,14 +464,9 @@ def test_wilson_gives_the_numbers_of_the_books():
     assert wilson(10, 10) == (pytest.approx(0.72247, abs=1e-5), 1.0)
 
 
-def test_shares_by_level_and_spread():
-    rows = [{"bit": bit, "outcome": NAN if bit == 30 else RWC} for bit in (30, 3, 30, 3, 3)] + [{"outcome": TF}]
-
-    levels = by_level(rows, "bit")
-
-    assert [(bit, level[NAN].trials, level[NAN].share) for bit, level in levels.items()] == [(3, 0, 0.0), (30, 2, 1.0)]
-    assert levels[30][NAN][2:] == wilson(2, 2)
-    assert shares(row["outcome"] for row in rows)[RWC].share == 0.5
+def test_shares_and_spread():
+    assert shares([NAN, RWC, NAN, RWC, RWC, TF])[RWC].share == 0.5
+    assert shares([NAN, NAN])[NAN][2:] == wilson(2, 2)
     assert spread([1.0, None, 3.0]) == (2, 2.0, pytest.approx(2**0.5), pytest.approx(2**0.5 / 2))
     assert spread([None]) is None
     assert spread([0.5]) == (1, 0.5, None, None)

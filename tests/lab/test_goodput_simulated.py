@@ -13,7 +13,7 @@ from holdfast.records.types import (
 )
 from holdfast.summary.goodput import goodput_of
 from holdfast_lab.simulate import Cluster, Costs, FailureTrace, Scenario, SimulatedJob, simulate
-from holdfast_lab.simulate.outcome import CAUSES_OF_PARTS, PARTS
+from holdfast_lab.simulate.outcome import PARTS
 from holdfast_lab.simulate.reading import OutageSpan
 
 STEP_S, BUCKET_S = 10.0, 2.0  # 6 s computing, and 4 s for two all-reduces: spares keep the pace when a worker dies
@@ -35,6 +35,21 @@ ANSWERS = {
     "restart": ("load", 10, 3, MOVES),
     "reinit": ("reinit", 12, 1, MOVES | {"Reinitialise": REBUILD_S}),
 }
+
+CAUSES_OF_PARTS = {
+    ("useful",): ("useful", "straggler_wait"),
+    ("lost",): ("step_redone",),
+    ("save",): ("checkpoint_held",),
+    ("detect",): ("detection",),
+    ("regroup",): ("agreement",),
+    ("load", "restart", "rejoin"): ("start_up", "rebuild", "state_transfer", "restart"),
+    ("wait",): ("idle",),
+}
+"""Parts of a simulation, and the uses of time in the report of a real run that are the same together.
+
+The report has ``useful`` work and the causes of :mod:`holdfast.summary.goodput`. Records do not tell loading from starting
+if the launcher restarts the job. Hangs are not simulated (``stall``); slow workers are, as work at a lower pace.
+"""
 
 
 def commits(first, begin_s, last=19, saves=True):

@@ -4,6 +4,7 @@ import functools
 import json
 
 import pytest
+from decided_again import replay
 from oracle import simulator
 from train_reference import train
 
@@ -12,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.encoding import record_from_dict
 from holdfast.records.types import Recovered
-from holdfast_lab.simulate import Cluster, Costs, FailureTrace, Scenario, SimulatedJob, replay
+from holdfast_lab.simulate import Cluster, Costs, FailureTrace, Scenario, SimulatedJob
 from holdfast_lab.simulate.reading import OutageSpan
 
 WORKERS, EVERY = 5, 3

@@ -35,7 +35,7 @@ from holdfast_lab.studies.base import (
 )
 from holdfast_lab.studies.checkpoint_cost.claims import hold_claims
 from holdfast_lab.studies.checkpoint_cost.page import sections
-from holdfast_lab.studies.checkpoint_cost.study import EVERY, CheckpointCost
+from holdfast_lab.studies.checkpoint_cost.study import EVERY, STUDY
 from holdfast_lab.studies.checkpoint_cost.workers.measure import TrainedFramework
 from holdfast_lab.studies.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
 from holdfast_lab.studies.pace import Pace
@@ -56,10 +56,13 @@ class Counting:
         self.done: list[str] = []
         self.stop_in, self.breaks, self.derived = stop_in, breaks, derived
 
-    def settings(self, options: Options) -> dict[str, Any]:
-        return {"seed": options.seed}
+    def plan(self, options: Options) -> Any:
+        return self
 
-    def tasks(self, options: Options) -> list[Task]:
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def tasks(self) -> list[Task]:
         def task(key: str) -> Task:
             def run(known: Any) -> list[dict[str, Any]]:
                 if key == self.stop_in:
@@ -74,7 +77,7 @@ class Counting:
 
         return [task(key) for key in ("one", "two", "three")]
 
-    def left_out(self, options: Options) -> list[str]:
+    def left_out(self) -> list[str]:
         return []
 
     def claims(self, rows: Any, seed: int) -> list[Claim]:
@@ -595,7 +598,7 @@ def test_a_framework_that_is_not_installed_says_how_to_get_it():
 def test_a_study_without_its_frameworks_has_rows_that_say_why(tmp_path, monkeypatch):
     monkeypatch.setitem(FRAMEWORKS, "orbax", Framework(name="orbax", environment=".venv-study-nowhere"))
 
-    results = carry_out(CheckpointCost(), Options(out=tmp_path, only=("orbax",), model="tiny"))
+    results = carry_out(STUDY, Options(out=tmp_path, only=("orbax",), model="tiny"))
 
     assert {row["status"] for row in results["rows"]} == {NOT_RUN}
     assert all("make study-peers" in row["why"] for row in results["rows"])
@@ -611,7 +614,7 @@ def test_a_study_without_its_frameworks_has_rows_that_say_why(tmp_path, monkeypa
 )
 def test_what_there_is_not_is_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        carry_out(CheckpointCost(), Options(out=tmp_path, **options))
+        carry_out(STUDY, Options(out=tmp_path, **options))
 
 
 @pytest.mark.chaos
@@ -642,11 +645,11 @@ def test_damage_that_torch_does_not_notice_holdfast_does(tmp_path):
 def test_what_was_recorded_with_chainer_is_said_and_not_measured_again(tmp_path):
     wanted = Options(out=tmp_path, model="tiny", only=("torch",))
 
-    assert CheckpointCost().left_out(wanted)[-1].startswith("chainer: recorded result, no longer run")
+    assert STUDY.plan(wanted).left_out()[-1].startswith("chainer: recorded result, no longer run")
     with pytest.raises(
         ConfigError, match=r"chainer: recorded result, no longer run; .* 30 times the time \(22 to 39\)"
     ):
-        CheckpointCost().tasks(Options(out=tmp_path, only=("chainer",)))
+        STUDY.plan(Options(out=tmp_path, only=("chainer",))).tasks()
     compressing = claim([], "Compressing a network's weights")
     assert compressing.ours is None
     assert "recorded with Chainer" in compressing.found

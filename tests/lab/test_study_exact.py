@@ -18,7 +18,7 @@ from holdfast_lab.studies.exact.claims import hold_claims
 from holdfast_lab.studies.exact.cost import cost_rows, memory_rows
 from holdfast_lab.studies.exact.goodput import BATCH, EVEN, FEWEST, SPARE, STEP, STEPS, WorkDivision, after_the_kill
 from holdfast_lab.studies.exact.page import sections
-from holdfast_lab.studies.exact.study import Exact
+from holdfast_lab.studies.exact.study import STUDY
 from holdfast_lab.studies.exact.workers import cost as script
 from holdfast_lab.studies.exact.workers.cost import (
     ALONE,
@@ -250,10 +250,10 @@ def test_every_part_is_on_the_page():
 )
 def test_what_there_is_not_is_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        Exact().settings(Options(out=tmp_path, **options))
+        STUDY.plan(Options(out=tmp_path, **options)).settings()
 
 
 def test_parts_and_networks_are_left_out_as_asked(tmp_path):
-    tasks = Exact().tasks(Options(out=tmp_path, only=("memory", "spread"), model="cnn", repetitions=2))
+    tasks = STUDY.plan(Options(out=tmp_path, only=("memory", "spread"), model="cnn", repetitions=2)).tasks()
 
     assert {task.key.split(",")[0] for task in tasks} == {"memory: cnn", "spread: cnn"}

@@ -16,7 +16,7 @@ from holdfast_lab.studies.guard.cost import LARGE, cost_rows
 from holdfast_lab.studies.guard.page import sections
 from holdfast_lab.studies.guard.rows import bit_rows, clean_row, is_harmful, kind_row, missed_rows, weighted
 from holdfast_lab.studies.guard.setup import CRITICAL, STRATA, TARGETS, WEIGHTS, GuardCase, GuardSetup
-from holdfast_lab.studies.guard.study import Guard, flip_rows
+from holdfast_lab.studies.guard.study import STUDY, flip_rows
 from holdfast_lab.studies.guard.trial import prepare, prepare_clean, trial, trial_clean
 
 SHORT = GuardSetup(optimizer="sgd", warm=2, epochs=1)
@@ -206,4 +206,4 @@ def test_the_design_has_every_bit_of_every_kind_and_the_steps_that_are_asked_for
 )
 def test_what_there_is_not_is_refused(asked, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        Guard().tasks(Options(out=tmp_path, **asked))
+        STUDY.plan(Options(out=tmp_path, **asked)).tasks()

@@ -19,7 +19,7 @@ from holdfast_lab.studies.parallelism.jobs import SCRIPTS, ParallelismOutcome, P
 from holdfast_lab.studies.parallelism.needs import OMISSIONS, need_rows
 from holdfast_lab.studies.parallelism.page import sections
 from holdfast_lab.studies.parallelism.rows import STRUCTURES, data_row, row_of, structure_rows
-from holdfast_lab.studies.parallelism.study import Parallelism
+from holdfast_lab.studies.parallelism.study import STUDY
 
 SCALE = TrainingScale(
     dataset="digits", side=None, samples=256, batch=32, epochs=1, slices=4, kills=(3,), checkpoint_every=2
@@ -475,13 +475,13 @@ def test_with_all_calls_nothing_goes_wrong():
 
 def test_without_the_model_checker_the_study_says_in_one_line_that_this_part_needs_a_checkout(tmp_path, monkeypatch):
     wanted = Options(out=tmp_path, quick=True)
-    whole = [task.key for task in Parallelism().tasks(wanted)]
+    whole = [task.key for task in STUDY.plan(wanted).tasks()]
     monkeypatch.setitem(sys.modules, "model.explorer", None)
 
-    left = [task.key for task in Parallelism().tasks(wanted)]
+    left = [task.key for task in STUDY.plan(wanted).tasks()]
 
     assert [key for key in whole if key not in left] == [key for key in whole if key.startswith("without MPI_")] != []
-    assert "run this from a checkout of the repository" in Parallelism().left_out(wanted)[-1]
+    assert "run this from a checkout of the repository" in STUDY.plan(wanted).left_out()[-1]
     assert need_rows(OMISSIONS[0]) == []
 
 
@@ -533,11 +533,11 @@ def test_only_blocks_that_are_not_here_are_read_and_the_others_go(tmp_path):
 )
 def test_what_there_is_not_is_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        Parallelism().tasks(Options(out=tmp_path, **options))
+        STUDY.plan(Options(out=tmp_path, **options)).tasks()
 
 
 def test_the_whole_study_kills_in_iteration_300_and_every_rank_of_two(tmp_path):
-    keys = [task.key for task in Parallelism().tasks(Options(out=tmp_path))]
+    keys = [task.key for task in STUDY.plan(Options(out=tmp_path)).tasks()]
 
     for kind in ("replicated", "pipeline", "sharded"):
         for workers in (2, 4, 8):

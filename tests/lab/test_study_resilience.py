@@ -31,7 +31,7 @@ from holdfast_lab.studies.resilience.claims import hold_claims
 from holdfast_lab.studies.resilience.cost import STATED, overhead, simulated
 from holdfast_lab.studies.resilience.jobs import REALS, STEP, RealRun, _time, compare, measure
 from holdfast_lab.studies.resilience.page import sections
-from holdfast_lab.studies.resilience.study import Resilience, _estimate, _together
+from holdfast_lab.studies.resilience.study import STUDY, _estimate, _together
 from holdfast_lab.studies.resilience.training import fresh, train, trials
 from holdfast_lab.studies.resilience.updates import EAGER, LAZY, UPDATING, cross
 
@@ -347,7 +347,7 @@ def test_eager_runs_are_held_against_lazy_ones_and_predicted_from_their_own_cost
 def test_a_kill_that_left_nothing_to_take_back_counts_as_not_run(monkeypatch):
     real = RealRun(ROLLBACK, 2, EAGER)
 
-    def run(words: list[str], environment: dict[str, str], folder: Path, limit_s: float) -> tuple[int, str]:
+    def run(words: list[str], folder: Path, limit_s: float) -> tuple[int, str]:
         assert "--overlap-optimizer" in words
         (folder / "report").mkdir()
         report = {
@@ -361,7 +361,7 @@ def test_a_kill_that_left_nothing_to_take_back_counts_as_not_run(monkeypatch):
         (folder / "report" / "events.jsonl").write_text("")
         return 0, ""
 
-    monkeypatch.setattr("holdfast_lab.studies.resilience.jobs.ended", run)
+    monkeypatch.setattr("holdfast_lab.studies.processes.ended", run)
 
     (row,) = measure(real, 0, 0)
 
@@ -389,7 +389,7 @@ def test_trainings_that_were_done_are_not_done_again(tmp_path):
         }
         journal.add(str(seed), [{"case": key, "seed": seed} | found for key in tried], 0.0)
 
-    rows = [row for task in Resilience().tasks(options) for row in task.run([])]
+    rows = [row for task in STUDY.plan(options).tasks() for row in task.run([])]
 
     rows = [row for row in rows if row["part"] not in ("update", "together")]
     assert {row["seeds"] for row in rows} == {2}
@@ -399,7 +399,7 @@ def test_trainings_that_were_done_are_not_done_again(tmp_path):
 
 def test_what_a_journal_of_before_holds_is_done_under_the_same_names_but_for_what_is_drawn_from_all(tmp_path):
     """A name stands for its rows, so what means more than it did has another one."""
-    keys = [task.key for task in Resilience().tasks(Options(out=tmp_path))]
+    keys = [task.key for task in STUDY.plan(Options(out=tmp_path)).tasks()]
 
     assert {"real: nothing, 0", "real: forward, 2 buckets averaged, 4", "real: rollback, 1", "real: restart, 0"} < set(
         keys
@@ -424,7 +424,7 @@ def test_what_a_journal_of_before_holds_is_done_under_the_same_names_but_for_wha
 )
 def test_what_there_is_not_is_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        Resilience().settings(Options(out=tmp_path, **options))
+        STUDY.plan(Options(out=tmp_path, **options)).settings()
 
 
 def test_what_comes_of_the_order_of_adding_is_no_loss_of_accuracy():

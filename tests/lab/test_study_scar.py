@@ -36,7 +36,7 @@ from holdfast_lab.studies.scar.programs import policies_of
 from holdfast_lab.studies.scar.restore import least_sum
 from holdfast_lab.studies.scar.rows import TrialRows
 from holdfast_lab.studies.scar.save import held_claims, held_rows
-from holdfast_lab.studies.scar.study import Scar, WorkerPool
+from holdfast_lab.studies.scar.study import STUDY, WorkerPool
 from holdfast_lab.studies.scar.text import policies_table
 from holdfast_lab.studies.scar.trials import FollowedRun, ProgramRun, failure_at, lost_of, trial, trial_of_several
 from holdfast_lab.studies.stats import RESAMPLES
@@ -463,7 +463,7 @@ def test_every_kind_of_perturbation_is_on_the_page_and_one_that_left_the_numbers
     standing = {"error": 0.05, "error_bound": 0.09, "left": 0.0, "holds": True}
     rows = [kind("stale", "once"), kind("bit flip", "3 times", **lost), kind("bf16", "every step", **standing)]
 
-    page = render_study({"study": "scar", "settings": {}, "rows": rows, "claims": [], "page": Scar().page(rows)})
+    page = render_study({"study": "scar", "settings": {}, "rows": rows, "claims": [], "page": STUDY.page(rows)})
 
     text = page.replace("\N{NO-BREAK SPACE}", " ")
     assert "3.0 [2.0, 4.0]" in text
@@ -571,7 +571,7 @@ def without_times(results):
 def test_interrupted_it_goes_on_and_finds_what_it_would_have_found(tmp_path, monkeypatch):
     in_this_process(monkeypatch)
     monkeypatch.setattr(scar_module, "_CHUNK", 1)
-    whole = carry_out(Scar(), options(tmp_path / "whole"))
+    whole = carry_out(STUDY, options(tmp_path / "whole"))
     asked = []
 
     def interrupted(line):
@@ -580,9 +580,9 @@ def test_interrupted_it_goes_on_and_finds_what_it_would_have_found(tmp_path, mon
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        carry_out(Scar(), options(tmp_path / "twice"), interrupted)
+        carry_out(STUDY, options(tmp_path / "twice"), interrupted)
     again = []
-    twice = carry_out(Scar(), options(tmp_path / "twice"), again.append)
+    twice = carry_out(STUDY, options(tmp_path / "twice"), again.append)
 
     expected = [f"{kind}: quadratic, trials {n} to {n}" for kind in ("main", "late") for n in range(3)]
     assert [line.split("] ")[-1].split(";")[0] for line in again[2:]] == expected[1:]
@@ -590,7 +590,7 @@ def test_interrupted_it_goes_on_and_finds_what_it_would_have_found(tmp_path, mon
 
 
 def test_the_quick_study_runs_in_processes_of_its_own_and_draws_its_page(tmp_path):
-    results = carry_out(Scar(), options(tmp_path))
+    results = carry_out(STUDY, options(tmp_path))
 
     measured = [row for row in results["rows"] if row["part"] == "trial" and row["kind"] == "main"]
     late = {(row["kind"], row["trial"]) for row in results["rows"] if row.get("late")}
@@ -610,9 +610,9 @@ def test_data_that_cannot_be_read_are_a_failure_with_all_that_needs_them_and_are
         (tmp_path / f"{name}-ubyte.gz").write_bytes(b"not a gzip file")
     wanted = replace(options(tmp_path / "out", data=tmp_path), only=("mlr-fashion",))
 
-    first = carry_out(Scar(), wanted)
+    first = carry_out(STUDY, wanted)
     damaged.unlink()
-    second = carry_out(Scar(), wanted)
+    second = carry_out(STUDY, wanted)
 
     assert [one["task"].split(":")[0] for one in first["failed"]][:2] == ["pilot", "main"]
     assert "as a gzip file" in first["failed"][0]["why"]
@@ -627,7 +627,7 @@ def test_a_program_whose_data_are_missing_is_reported_and_the_others_are_run(tmp
     in_this_process(monkeypatch)
     wanted = replace(options(tmp_path / "out", data=tmp_path), only=("mlr-covertype", "quadratic"))
 
-    results = carry_out(Scar(), wanted)
+    results = carry_out(STUDY, wanted)
 
     failed = [row for row in results["rows"] if row["status"] == NOT_RUN]
     assert [(row["part"], row["program"]) for row in failed] == [("pilot", "mlr-covertype")]
@@ -645,11 +645,11 @@ def test_a_program_whose_data_are_missing_is_reported_and_the_others_are_run(tmp
 )
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path, said, why):
     with pytest.raises(ConfigError, match=why):
-        Scar().tasks(Options(out=tmp_path, **said))
+        STUDY.plan(Options(out=tmp_path, **said)).tasks()
 
 
 def test_every_task_of_the_whole_study_has_a_name_of_its_own(tmp_path):
-    keys = [task.key for task in Scar().tasks(Options(out=tmp_path, data=tmp_path))]
+    keys = [task.key for task in STUDY.plan(Options(out=tmp_path, data=tmp_path)).tasks()]
 
     assert len(set(keys)) == len(keys)
     assert {"pilot: als-movielens", "3 failures: mlr-digits", "rates: mlr-fashion"} <= set(keys)
@@ -658,8 +658,8 @@ def test_every_task_of_the_whole_study_has_a_name_of_its_own(tmp_path):
 
 
 def test_what_is_never_read_and_what_takes_too_long_is_said(tmp_path):
-    told = " ".join(Scar().left_out(Options(out=tmp_path, data=tmp_path)))
+    told = " ".join(STUDY.plan(Options(out=tmp_path, data=tmp_path)).left_out())
 
     assert all(name in told for name in ("Jester", "20 Newsgroups", "MNIST", "gpt-adam", "by layer"))
     assert "--only" in told
-    assert "gpt-adam" not in " ".join(Scar().left_out(Options(out=tmp_path, data=tmp_path, only=("gpt-adam",))))
+    assert "gpt-adam" not in " ".join(STUDY.plan(Options(out=tmp_path, data=tmp_path, only=("gpt-adam",))).left_out())

@@ -19,7 +19,7 @@ from holdfast_lab.studies.soft_errors.group import TrainingGroup
 from holdfast_lab.studies.soft_errors.page import sections
 from holdfast_lab.studies.soft_errors.rows import cell_row
 from holdfast_lab.studies.soft_errors.setup import BELOW, CRITICAL, OPTIMIZER, PLATFORMS, SoftErrorCase, SoftErrorSetup
-from holdfast_lab.studies.soft_errors.study import TABLE, SoftErrors
+from holdfast_lab.studies.soft_errors.study import STUDY, TABLE
 from holdfast_lab.studies.soft_errors.trial import bits_of
 from holdfast_lab.studies.soft_errors.workers import session as soft_session
 from holdfast_lab.studies.soft_errors.workers.process import Disturbance, alter
@@ -108,20 +108,20 @@ def test_the_whole_design_has_cells_of_different_names_that_come_back_from_their
 
 def test_the_whole_study_has_every_network_on_every_data_set_and_marks_what_has_few_trials(monkeypatch):
     monkeypatch.setattr(soft_errors, "_found_in", lambda data: "fashion")
-    study, options = SoftErrors(), Options(out=Path(), data=Path("files"))
+    study, options = STUDY, Options(out=Path(), data=Path("files"))
 
-    names = [task.key for task in study.tasks(options)]
+    names = [task.key for task in study.plan(options).tasks()]
 
     on = {f"networks: {network} on {data}" for network in soft_errors.NETWORKS for data in ("digits", "fashion")}
     assert on - {"networks: mlp on digits"} == {name for name in names if name.startswith("networks")}
     assert names[-2:] == ["alone", "explained"]
-    assert "Trials of ResNets: 20 per cell, on 512 samples." in study.left_out(options)
+    assert "Trials of ResNets: 20 per cell, on 512 samples." in study.plan(options).left_out()
     assert (
-        study.settings(options)["trials per cell"],
-        study.settings(options)["trials per cell of large networks"],
+        study.plan(options).settings()["trials per cell"],
+        study.plan(options).settings()["trials per cell of large networks"],
     ) == (180, 20)
     some = replace(options, only=("ddp", "bursts"))
-    assert [task.key for task in study.tasks(some)] == ["bursts", "explained"]
+    assert [task.key for task in study.plan(some).tasks()] == ["bursts", "explained"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def test_a_study_ends_with_rows_claims_and_a_page_and_is_not_done_twice(tmp_path
     options = Options(out=tmp_path, quick=True, only=("session",), repetitions=2)
     said: list[str] = []
 
-    results = carry_out(SoftErrors(), options, said.append)
-    carry_out(SoftErrors(), options, said.append)
+    results = carry_out(STUDY, options, said.append)
+    carry_out(STUDY, options, said.append)
 
     cells = [row for row in results["rows"] if row["part"] == "cell"]
     assert [(row["flips"], row["bits"], row["trials"], row["status"]) for row in cells] == [
@@ -244,4 +244,4 @@ def test_each_platform_of_the_crossed_design_has_a_figure_of_its_own():
 )
 def test_what_there_is_not_is_refused_in_one_line(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        SoftErrors().tasks(Options(out=tmp_path, **options))
+        STUDY.plan(Options(out=tmp_path, **options)).tasks()

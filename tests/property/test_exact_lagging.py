@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from drawn_plans import draw_plan
 from exact import reference_hash
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from holdfast.comm.device import DeviceStream, Wait
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models.training_state import model_sha256
 from holdfast.testing.contract import check_ordered_sum
-from holdfast_lab.inject.draw import draw_plan
 
 BUCKETS = {"mlp": 2, "cnn": 3}
 EVERY = [(m, o) for m in reference.MODELS for o in reference.OPTIMIZERS]

@@ -6,6 +6,7 @@ import random
 import pytest
 import reference
 import torch
+from drawn_plans import draw_plan
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from train_reference import train
@@ -17,7 +18,6 @@ from holdfast.data import plan as batches
 from holdfast.data import position as place
 from holdfast.engine import acts
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast_lab.inject.draw import draw_plan
 
 reference_hash = functools.cache(reference.train)
 BUCKETS = {"mlp": 2, "cnn": 3}

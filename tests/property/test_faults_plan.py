@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+from drawn_plans import draw_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,6 @@ from holdfast.faults.plan import (
     mtbf_schedule,
     parse,
 )
-from holdfast_lab.inject.draw import draw_plan
 
 _numbers = st.integers(0, 10**6)
 

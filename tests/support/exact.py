@@ -4,9 +4,9 @@ import functools
 from pathlib import Path
 
 import reference
+from decided_again import replay
 
 from holdfast.records.encoding import record_from_dict
-from holdfast_lab.simulate import replay
 
 SCRIPT = Path(__file__).with_name("train_reference.py")
 reference_hash = functools.cache(reference.train)

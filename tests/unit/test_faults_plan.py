@@ -5,6 +5,7 @@ import itertools
 import json
 
 import pytest
+from drawn_plans import draw_plan
 
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration
@@ -24,7 +25,6 @@ from holdfast.faults.plan import (
     mtbf_schedule,
     parse,
 )
-from holdfast_lab.inject.draw import draw_plan
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from holdfast.records.types import (
 )
 from holdfast.summary.build import build_report
 from holdfast.summary.files import load_report, write_report
-from holdfast_lab.pages.demo import demo_rows, load_results
+from holdfast_lab.pages.demo import checked_results, demo_rows
 
 
 def started(t_s, ranks, step=0, **settings):
@@ -550,10 +550,8 @@ def test_a_damaged_event_is_named_by_its_line(tmp_path, line):
 
 
 def test_results_must_have_named_rows(tmp_path):
-    (tmp_path / "results.json").write_text(json.dumps({"rows": [report_of(undisturbed())]}))
-
     with pytest.raises(ConfigError, match="row 0: a row of a demo must have a name"):
-        load_results(tmp_path)
+        checked_results({"rows": [report_of(undisturbed())]}, tmp_path)
 
 
 def test_a_demo_compares_with_its_first_run():

@@ -63,8 +63,7 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="Size of a checkpoint [1GB per worker, at most 1TB].")
     ] = None,
     write_bytes_per_s: Annotated[
-        str | None,
-        typer.Option(metavar="SPEED", help="Write speed, all together [1GB/s per node, at most 100GB/s]."),
+        str | None, typer.Option(metavar="SPEED", help="Write speed, all together [1GB/s per node, at most 100GB/s].")
     ] = None,
     read_bytes_per_s: Annotated[
         str | None, typer.Option(metavar="SPEED", help="Read speed, all together [the write speed].")

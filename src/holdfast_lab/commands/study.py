@@ -60,13 +60,7 @@ def study(
         raise ConfigError(f"--out must be a directory or a new path, got {str(out)!r}, which is a file")
     check_folder(out)
     options = Options(
-        out=out,
-        data=data,
-        quick=quick,
-        seed=seed,
-        only=tuple(only or ()),
-        repetitions=repetitions,
-        model=network,
+        out=out, data=data, quick=quick, seed=seed, only=tuple(only or ()), repetitions=repetitions, model=network
     )
     try:
         with sigterm_as_interrupt(), progress(f"preparing {name}", quiet=as_json or not sys.stderr.isatty()) as now:

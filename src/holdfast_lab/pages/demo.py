@@ -13,7 +13,7 @@ from holdfast.observe.page.templates import environment
 from holdfast.observe.report_text import headline
 from holdfast.records.files import load_events
 from holdfast.records.types import Record
-from holdfast.summary.files import checked_report, read_json
+from holdfast.summary.files import checked_report
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,18 +56,6 @@ def _accuracy_loss(report: Mapping[str, Any], first: Mapping[str, Any]) -> float
     return round(base - ours, 9) if ours is not None and base is not None else None
 
 
-def load_results(directory: Path) -> dict[str, Any]:
-    """Return the results of the demo in ``directory``.
-
-    Raises:
-        ConfigError: if there are none, or :func:`~holdfast.summary.files.write_results` did not write them.
-    """
-    path = directory / "results.json"
-    if not path.is_file():
-        raise ConfigError(f"no results.json in {directory}; `holdfast demo --out {directory}` writes one")
-    return checked_results(read_json(path), path)
-
-
 def checked_results(results: Any, path: Path) -> dict[str, Any]:
     """Return ``results``, read from ``path``, if they are the results of a demo.
 
@@ -104,11 +92,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
 
     rows = results["rows"]
     runs = [
-        {
-            "report": row,
-            "timeline": timeline_of(row, (records or {}).get(row["name"], ())),
-            "headline": headline(row),
-        }
+        {"report": row, "timeline": timeline_of(row, (records or {}).get(row["name"], ())), "headline": headline(row)}
         for row in rows
     ]
     return (

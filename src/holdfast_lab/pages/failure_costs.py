@@ -61,11 +61,6 @@ def failure_costs(results: Mapping[str, Any]) -> list[Drawing]:
     return [_figure(cost, known) for cost in COSTS if (known := _known(cost, rows))]
 
 
-def trade_off(results: Mapping[str, Any]) -> str:
-    """Return the figures of :func:`failure_costs` one after the other, as SVG. Kept for scripts that import this name."""
-    return "".join(figure.svg for figure in failure_costs(results))
-
-
 def _known(cost: Cost, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {row["name"]: value for row in rows if (value := cost.of(row)) is not None}
 

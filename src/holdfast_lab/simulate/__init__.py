@@ -21,7 +21,6 @@ Usage::
     sweep = monte_carlo(scenario, 1000, seed=1)        # many: a Sweep, whose repetition r is simulate(..., repetition=r)
     sweep.estimate("goodput")                          # an Estimate: mean and 95 % interval
     best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by search
-    replay(records)                                    # decide a real run's failures again
 
 :func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to compare with. docs/explanation/simulation.md
 says what is modelled and what is not.
@@ -54,75 +53,32 @@ if TYPE_CHECKING:
     from holdfast_lab.simulate.optimum import Optimum, best_interval
     from holdfast_lab.simulate.outcome import PARTS, Estimate, Outcome, Sweep
     from holdfast_lab.simulate.reading import read_interruptions
-    from holdfast_lab.simulate.replay import ReplayedRecovery, replay
     from holdfast_lab.simulate.scenario import Scenario
     from holdfast_lab.simulate.traces import FailureTrace, read_trace
 
 _WHERE = {
-    "Bathtub": ".distributions",
-    "Cluster": ".cluster",
-    "Constant": ".distributions",
-    "Costs": ".costs",
-    "Distribution": ".distributions",
-    "Estimate": ".outcome",
-    "Exponential": ".distributions",
-    "Failures": ".failures",
-    "SimulatedJob": ".job",
-    "LogNormal": ".distributions",
-    "Optimum": ".optimum",
-    "Outages": ".failures",
-    "Outcome": ".outcome",
-    "PARTS": ".outcome",
-    "ReplayedRecovery": ".replay",
-    "Scenario": ".scenario",
-    "Source": ".failures",
-    "Sweep": ".outcome",
-    "FailureTrace": ".traces",
-    "Weibull": ".distributions",
-    "best_interval": ".optimum",
-    "daly_expected_s": ".formulas",
-    "exact_interval_s": ".formulas",
-    "make_distribution": ".distributions",
-    "monte_carlo": ".many",
-    "read_interruptions": ".reading",
-    "read_trace": ".traces",
-    "replay": ".replay",
-    "simulate": ".many",
+    ".cluster": "Cluster",
+    ".costs": "Costs",
+    ".distributions": "Bathtub Constant Distribution Exponential LogNormal Weibull make_distribution",
+    ".failures": "Failures Outages Source",
+    ".formulas": "daly_expected_s exact_interval_s",
+    ".job": "SimulatedJob",
+    ".many": "monte_carlo simulate",
+    ".optimum": "Optimum best_interval",
+    ".outcome": "PARTS Estimate Outcome Sweep",
+    ".reading": "read_interruptions",
+    ".scenario": "Scenario",
+    ".traces": "FailureTrace read_trace",
 }
 
 __all__ = [
-    "PARTS",
-    "Bathtub",
-    "Cluster",
-    "Constant",
-    "Costs",
-    "Distribution",
-    "Estimate",
-    "Exponential",
-    "FailureTrace",
-    "Failures",
-    "LogNormal",
-    "Optimum",
-    "Outages",
-    "Outcome",
-    "ReplayedRecovery",
-    "Scenario",
-    "SimulatedJob",
-    "Source",
-    "Sweep",
-    "Weibull",
-    "best_interval",
-    "daly_expected_s",
-    "exact_interval_s",
-    "make_distribution",
-    "monte_carlo",
-    "read_interruptions",
-    "read_trace",
-    "replay",
-    "simulate",
-]
+    "PARTS", "Bathtub", "Cluster", "Constant", "Costs", "Distribution", "Estimate", "Exponential", "FailureTrace",
+    "Failures", "LogNormal", "Optimum", "Outages", "Outcome", "Scenario", "SimulatedJob", "Source", "Sweep", "Weibull",
+    "best_interval", "daly_expected_s", "exact_interval_s", "make_distribution", "monte_carlo", "read_interruptions",
+    "read_trace", "simulate",
+]  # fmt: skip
 
-__getattr__ = lazy(__name__, _WHERE)
+__getattr__ = lazy(__name__, {name: module for module, names in _WHERE.items() for name in names.split()})
 
 
 def __dir__() -> list[str]:

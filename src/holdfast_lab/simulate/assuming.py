@@ -160,9 +160,7 @@ def ask(
     check_choice("--split", split, SPLITS)
     down = down_share(mtbf_node_s, repair_s, share)
     spares = facts.take(
-        "spares",
-        lambda: worthwhile_spares(workers, per_node, down, split),
-        _why_spares(workers, per_node, down, split),
+        "spares", lambda: worthwhile_spares(workers, per_node, down, split), _why_spares(workers, per_node, down, split)
     )
     check_range("--spares", spares, 0, most=1_000_000)
     storage = _storage(facts, workers, per_node)

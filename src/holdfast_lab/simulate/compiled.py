@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast_lab.simulate import decision_table, history, history_inputs, history_state, training
+from holdfast_lab.simulate.decision_table import SimulatedDecision
 from holdfast_lab.simulate.history import run_history
-from holdfast_lab.simulate.history_inputs import Calendar, DecisionColumn, Outage, Parameters, Price, record
+from holdfast_lab.simulate.history_inputs import Calendar, Outage, Parameters, Price, record
 from holdfast_lab.simulate.history_state import HistoryState
 
 States = npt.NDArray[np.void]
@@ -61,7 +62,7 @@ def run_plain(states: States, number: int, given: Parameters, calendar: Calendar
     """Run one history as plain Python."""
     state = HistoryState(*states[number].item())
     prices: Any = _Rows(Price, given.prices)
-    decisions: Any = _Rows(DecisionColumn, given.decisions)
+    decisions: Any = _Rows(SimulatedDecision, given.decisions)
     given = given._replace(prices=prices, decisions=decisions)
     outages, ready_at = np.asarray(calendar.outages), np.asarray(calendar.ready_at)
     calendar = calendar._replace(outages=[Outage(*row) for row in outages.tolist()], ready_at=ready_at.tolist())

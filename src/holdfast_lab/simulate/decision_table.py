@@ -7,10 +7,7 @@ protocol is run once per case.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from holdfast.recovery.messages import (
     ComputeStep,
@@ -26,9 +23,6 @@ from holdfast_lab.simulate.checks import ticks
 from holdfast_lab.simulate.protocol_model import Rules, SimulatedRecovery, rules_of
 from holdfast_lab.simulate.scenario import Scenario
 
-Ticks = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-
 
 class FailureCase(enum.IntEnum):
     """The members' phase when one of them fails.
@@ -42,38 +36,14 @@ class FailureCase(enum.IntEnum):
     LOADING = 2
 
 
-class RecoveryStage(enum.IntEnum):
-    """Stages of a recovery, in this order.
-
-    ``REGROUP``: survivors regroup and decide. ``UNDO``: bucket updates are undone. ``RESTART``: the application is
-    rebuilt. ``LOAD``: a checkpoint is loaded, or parts are restored. ``SAVE``: everything is saved before the job
-    stops.
-    """
-
-    REGROUP = 0
-    UNDO = 1
-    RESTART = 2
-    LOAD = 3
-    SAVE = 4
-
-
-PART_OF = {
-    RecoveryStage.REGROUP: "regroup",
-    RecoveryStage.UNDO: "regroup",
-    RecoveryStage.RESTART: "restart",
-    RecoveryStage.LOAD: "load",
-    RecoveryStage.SAVE: "save",
-}
-"""The entry of :data:`~holdfast_lab.simulate.outcome.PARTS` that a stage's time counts as."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedDecision:
+class SimulatedDecision(NamedTuple):
     """The protocol's decision in one case.
 
     Args:
-        takes: Duration of each stage, nanoseconds. Regrouping depends on the number of members and is 0 here; undoing
-            is for all buckets.
+        undo: How long updates of all buckets are undone, nanoseconds; they are stages of a recovery, after regrouping.
+        restart: How long the application is rebuilt.
+        load: How long a checkpoint is loaded, or parts are restored.
+        save: How long everything is saved before the job stops.
         discards: The step in progress is lost.
         goes_back: Everything since the newest checkpoint is lost.
         loads: A checkpoint is loaded; a failure meanwhile is of case ``LOADING``.
@@ -82,7 +52,10 @@ class SimulatedDecision:
         falls_behind: A part is restored as it was some steps ago.
     """
 
-    takes: dict[RecoveryStage, int]
+    undo: int
+    restart: int
+    load: int
+    save: int
     discards: bool
     goes_back: bool
     loads: bool
@@ -91,44 +64,10 @@ class SimulatedDecision:
     falls_behind: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionTable:
-    """All decisions: arrays with one entry for each :class:`FailureCase`, with too few survivors and with enough.
-
-    See :meth:`column`.
-
-    Args:
-        takes: By :class:`RecoveryStage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See
-            :class:`SimulatedDecision`.
-    """
-
-    takes: Ticks
-    discards: Flags
-    goes_back: Flags
-    loads: Flags
-    resumes: Flags
-    stops: Flags
-    falls_behind: Flags
-
-    @staticmethod
-    def column(case: Ticks, enough: Flags) -> Ticks:
-        """Return the columns of these cases."""
-        return case * 2 + enough
-
-
-def decision_table(scenario: Scenario) -> DecisionTable:
-    """Return the protocol's decisions, by case and by whether enough members are left."""
+def decision_table(scenario: Scenario) -> list[SimulatedDecision]:
+    """Return the protocol's decisions: for each :class:`FailureCase`, with too few survivors and with enough."""
     rules = _rules(scenario)
-    decisions = [_decide(scenario, rules, case, enough) for case in FailureCase for enough in (False, True)]
-    return DecisionTable(
-        takes=np.array([[one.takes[stage] for one in decisions] for stage in RecoveryStage], dtype=np.int64),
-        discards=np.array([one.discards for one in decisions]),
-        goes_back=np.array([one.goes_back for one in decisions]),
-        loads=np.array([one.loads for one in decisions]),
-        resumes=np.array([one.resumes for one in decisions]),
-        stops=np.array([one.stops for one in decisions]),
-        falls_behind=np.array([one.falls_behind for one in decisions]),
-    )
+    return [_decide(scenario, rules, case, enough) for case in FailureCase for enough in (False, True)]
 
 
 def admission_ns(scenario: Scenario) -> int:
@@ -150,37 +89,35 @@ def _rules(scenario: Scenario) -> Rules:
 
 def _decide(scenario: Scenario, rules: Rules, case: FailureCase, enough: bool) -> SimulatedDecision:
     costs, job = scenario.costs, scenario.job
-    recovery, takes = _failed(rules, case), dict.fromkeys(RecoveryStage, 0)
+    recovery = _failed(rules, case)
+    undo = restart = load = save = 0
     discards = loads = rebuilds = moves = False
     while not (recovery.is_over or recovery.has_stopped):
         match recovery.open:
             case DiscardStep():
                 discards = True
-                takes[RecoveryStage.UNDO] = (
-                    ticks(costs.undo_s) if case is FailureCase.STEP and job.overlap_optimizer else 0
-                )
+                undo = ticks(costs.undo_s) if case is FailureCase.STEP and job.overlap_optimizer else 0
             case Reinitialise():
-                rebuilds = True
-                takes[RecoveryStage.RESTART] = ticks(costs.rebuild_s)
+                rebuilds, restart = True, ticks(costs.rebuild_s)
             case LoadCheckpoint():
                 loads = True
-                takes[RecoveryStage.LOAD] += ticks(costs.load_s)
+                load += ticks(costs.load_s)
             case MoveParts():
                 moves = True
-                takes[RecoveryStage.LOAD] += ticks(costs.rehome_s)
+                load += ticks(costs.rehome_s)
             case SaveAndStop():
-                takes[RecoveryStage.SAVE] = ticks(costs.save_s) + ticks(costs.save_background_s)
+                save = ticks(costs.save_s) + ticks(costs.save_background_s)
         recovery.carry_out(enough=enough)
     from_snapshot = rebuilds and job.reinit_from == "snapshot" and not rules.split
     return SimulatedDecision(
-        takes=takes,
+        undo, restart, load, save,
         discards=discards or from_snapshot,
         goes_back=loads and not from_snapshot,
         loads=loads,
         resumes=not isinstance(recovery.open, ComputeStep) and not recovery.has_stopped,
         stops=recovery.has_stopped,
         falls_behind=moves and not loads and scenario.stale_iterations > 0,
-    )
+    )  # fmt: skip
 
 
 def _failed(rules: Rules, case: FailureCase) -> SimulatedRecovery:

@@ -10,10 +10,9 @@ from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple, cast, get_type_hints
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast_lab.simulate.checks import ticks
-from holdfast_lab.simulate.decision_table import RecoveryStage, admission_ns, decision_table
+from holdfast_lab.simulate.decision_table import SimulatedDecision, admission_ns, decision_table
 from holdfast_lab.simulate.failures import Outages
 from holdfast_lab.simulate.price_table import price_table
 from holdfast_lab.simulate.scenario import Scenario
@@ -32,21 +31,6 @@ class Price(NamedTuple):
     exposed: int
     regroup: int
     weight: int
-
-
-class DecisionColumn(NamedTuple):
-    """A column of :class:`~holdfast_lab.simulate.decision_table.DecisionTable`; ``undo`` etc. are durations of stages."""
-
-    undo: int
-    restart: int
-    load: int
-    save: int
-    discards: bool
-    goes_back: bool
-    loads: bool
-    resumes: bool
-    stops: bool
-    falls_behind: bool
 
 
 class Outage(NamedTuple):
@@ -86,7 +70,7 @@ class Parameters(NamedTuple):
         split: The model is split or mirrored: a failure is detected while computing.
         eager: The optimizer is overlapped with the all-reduces.
         prices: By number of members.
-        decisions: By column.
+        decisions: Of :func:`~holdfast_lab.simulate.decision_table.decision_table`.
     """
 
     horizon: int
@@ -107,7 +91,7 @@ class Parameters(NamedTuple):
     split: bool
     eager: bool
     prices: Sequence[Price]
-    decisions: Sequence[DecisionColumn]
+    decisions: Sequence[SimulatedDecision]
 
 
 class Calendar(NamedTuple):
@@ -156,21 +140,14 @@ def parameters(scenario: Scenario) -> Parameters:
         split=job.model != "replicated",
         eager=job.overlap_optimizer,
         prices=_prices(scenario),
-        decisions=_decisions(scenario),
+        decisions=cast("Any", np.array(decision_table(scenario), record(SimulatedDecision))),
     )
 
 
 def _prices(scenario: Scenario) -> Any:
     table = price_table(scenario.cluster, scenario.job, scenario.costs)
-    return _records(Price, **{name: getattr(table, name) for name in Price._fields})
-
-
-def _decisions(scenario: Scenario) -> Any:
-    table = decision_table(scenario)
-    stages = {stage.name.lower(): table.takes[stage] for stage in RecoveryStage if stage is not RecoveryStage.REGROUP}
-    return _records(
-        DecisionColumn, **stages, **{name: getattr(table, name) for name in DecisionColumn._fields[len(stages) :]}
-    )
+    columns = [getattr(table, name).tolist() for name in Price._fields]
+    return np.array(list(zip(*columns, strict=True)), record(Price))
 
 
 def calendar(outages: Outages, spawn: int, total: int) -> Calendar:
@@ -195,11 +172,3 @@ def calendar(outages: Outages, spawn: int, total: int) -> Calendar:
     ):
         listed[name][:number], listed[name][number] = column, never
     return Calendar(cast("Any", listed), size, total, cast("Any", np.zeros(-(-total // size), np.int64)))
-
-
-def _records(kind: type, **columns: npt.NDArray[Any]) -> Any:
-    """Return an array of records with these columns."""
-    listed = np.zeros(len(next(iter(columns.values()))), record(kind))
-    for name, column in columns.items():
-        listed[name] = column
-    return listed

@@ -87,8 +87,5 @@ def best_interval(
         best = max(sorted({best, *near}), key=goodput)
         factor = math.sqrt(factor)
     return Optimum(
-        save_every=best,
-        interval_s=best * scenario.full_step_s,
-        goodput=tried[best],
-        tried=tuple(sorted(tried.items())),
+        save_every=best, interval_s=best * scenario.full_step_s, goodput=tried[best], tried=tuple(sorted(tried.items()))
     )

@@ -30,21 +30,6 @@ PARTS = ("useful", "lost", "save", "detect", "regroup", "load", "restart", "rejo
 ``wait``     too few workers are available
 """
 
-CAUSES_OF_PARTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("useful",): ("useful", "straggler_wait"),
-    ("lost",): ("step_redone",),
-    ("save",): ("checkpoint_held",),
-    ("detect",): ("detection",),
-    ("regroup",): ("agreement",),
-    ("load", "restart", "rejoin"): ("start_up", "rebuild", "state_transfer", "restart"),
-    ("wait",): ("idle",),
-}
-"""Parts of a simulation, and the uses of time in the report of a real run that are the same together.
-
-The report has ``useful`` work and the causes of :mod:`holdfast.summary.goodput`. Records do not tell loading from starting
-if the launcher restarts the job. Hangs are not simulated (``stall``); slow workers are, as work at a lower pace.
-"""
-
 MEASURES = ("goodput", "lost_share", "total_s", "ideal_s", "worker_hours", *(f"{part}_s" for part in PARTS))
 """Measures of an outcome: shares (``lost_share`` is a share of all work), seconds, and total hours of members."""
 COUNTS = ("steps", "failures", "lost_workers", "joins", "starts", "lost_slices")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.checkpoint.interval import daly
@@ -338,8 +338,3 @@ def _cell(question: PlanQuestion, seed: int) -> dict[str, Any]:
         "wins": recommended(goodput),
         **{f"goodput_{name}": value for name, value in goodput.items()},
     }
-
-
-def axes_of(cells: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Return the map's numbers of workers and mean times between failures of a node, each once, in order."""
-    return list(dict.fromkeys(c["workers"] for c in cells)), list(dict.fromkeys(c["mtbf_node_s"] for c in cells))

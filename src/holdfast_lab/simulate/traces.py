@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -108,10 +108,6 @@ class FailureTrace:
         seen = sum(spell.start_s > 0 for spell in self.spells)  # a unit that is down from the begin interrupts no job
         rate = seen / self.span_s * cluster.units(self.level) / self.units
         return 1 / rate if rate else float("inf")
-
-    def as_level(self, level: str) -> FailureTrace:
-        """Return the same trace for another level, for instance spot machines as workers."""
-        return replace(self, level=level)
 
 
 def read_trace(

@@ -11,16 +11,7 @@ from holdfast.errors import ConfigError
 DAY_S = 86_400.0
 YEAR_S = 365.25 * DAY_S
 
-_TIMES = {
-    "us": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "min": 60.0,
-    "h": 3600.0,
-    "d": DAY_S,
-    "w": 7 * DAY_S,
-    "y": YEAR_S,
-}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY_S, "w": 7 * DAY_S, "y": YEAR_S}
 _PREFIXES = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _SIZES = {
     **{f"{prefix}B": 1000.0**power for prefix, power in _PREFIXES.items()},

@@ -199,7 +199,24 @@ def in_percent(good: int, tries: int) -> tuple[float, tuple[float, float]]:
     return 100 * good / tries, (100 * low, 100 * high)
 
 
-class Study(Protocol):
+class Plan(Protocol):
+    """What a run of a study does; made from its options, which it checks."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that determine the results, besides ``--quick`` and the seed: others, another study."""
+        ...
+
+    def tasks(self) -> list[Task]:
+        """Return all tasks, in order of execution."""
+        ...
+
+    def left_out(self) -> list[str]:
+        """Return what the study leaves out, in sentences."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
     """A repeatable experiment."""
 
     name: str
@@ -213,41 +230,33 @@ class Study(Protocol):
     """Average seconds per task of the whole study, measured on two cores."""
     quick_task_s: float
     """Average seconds per task with ``--quick``."""
-
-    def settings(self, options: Options) -> dict[str, Any]:
-        """Return the settings that determine the results: another value makes it another study."""
-        ...
-
-    def tasks(self, options: Options) -> list[Task]:
-        """Return all tasks, in order of execution."""
-        ...
-
-    def left_out(self, options: Options) -> list[str]:
-        """Return what the study leaves out, in sentences."""
-        ...
-
-    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """Return every claim with its result from the rows."""
-        ...
-
-    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the sections of the page; :mod:`holdfast_lab.pages.study` documents them."""
-        ...
+    plan: Callable[[Options], Plan]
+    """Makes a plan; raises ConfigError if an option has an invalid value."""
+    claims: Callable[[Sequence[Row], int], list[Claim]]
+    """Returns every claim with its result from the rows; the number is the seed."""
+    page: Callable[[Sequence[Row]], list[dict[str, Any]]]
+    """Returns the sections of the page; :mod:`holdfast_lab.pages.study` documents them."""
 
 
-def check_parts(only: Sequence[str], known: Collection[str]) -> None:
-    """Check that all requested parts of a study exist.
-
-    Args:
-        only: The values of ``--only``.
-        known: All parts of the study.
+def check_parts(names: Sequence[str], known: Collection[str], option: str = "--only") -> None:
+    """Check that all values of an option are known.
 
     Raises:
-        ConfigError: if a requested part does not exist.
+        ConfigError: if one is not.
     """
-    for name in only:
+    for name in names:
         if name not in known:
-            raise ConfigError(f"--only must be one of {', '.join(known)}, got {name!r}")
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {name!r}")
+
+
+def check_data(data: Path | None) -> None:
+    """Check that the directory of ``--data`` exists, if it was given.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    if data is not None and not data.is_dir():
+        raise ConfigError(f"--data must be an existing directory, got {str(data)!r}")
 
 
 def parts_left_out(only: Sequence[str], known: Collection[str]) -> list[str]:
@@ -277,9 +286,10 @@ def carry_out(
     Raises:
         ConfigError: if the directory holds another study, or the same study with other settings.
     """
-    settings = study.settings(options)
+    plan = study.plan(options)
+    settings = {"quick": options.quick, "seed": options.seed, **plan.settings()}
     journal = Journal(options.out, study.name, settings)
-    tasks = study.tasks(options)
+    tasks = plan.tasks()
     known = journal.read()
     pace = Pace(study.quick_task_s if options.quick else study.task_s, journal.took_s)
     if missing := [task.key for task in tasks if task.key not in known]:
@@ -306,7 +316,7 @@ def carry_out(
             rows += known[task.key]
     finally:  # an interrupted study still writes its partial results
         missing = [task.key for task in tasks if task.key not in known]
-        results = _results(study, options, settings, rows, missing, failures)
+        results = _results(study, plan, settings, rows, missing, failures)
         journal.finish(results)
     return results
 
@@ -328,12 +338,7 @@ def _executed(task: Task, rows: Sequence[Row]) -> tuple[list[Row], TaskFailure |
 
 
 def _results(
-    study: Study,
-    options: Options,
-    settings: Mapping[str, Any],
-    rows: list[Row],
-    missing: Sequence[str],
-    failures: Sequence[TaskFailure],
+    study: Study, plan: Plan, settings: Row, rows: list[Row], missing: Sequence[str], failures: Sequence[TaskFailure]
 ) -> dict[str, Any]:
     loads = [round(load, 2) for load in os.getloadavg()]
     interrupted = [f"Not measured yet, because the study was interrupted: {_grouped(missing)}."] if missing else []
@@ -343,10 +348,10 @@ def _results(
         "paper": study.paper,
         "intervals": study.intervals,
         "settings": {**settings, "machine": machine(), "load average at the end": loads},
-        "left_out": [*study.left_out(options), *interrupted],
+        "left_out": [*plan.left_out(), *interrupted],
         "rows": rows,
         "failed": [{"task": failure.task, "why": failure.why} for failure in failures],
-        "claims": [claim.unless_failed(failures).to_dict() for claim in study.claims(rows, options.seed)],
+        "claims": [claim.unless_failed(failures).to_dict() for claim in study.claims(rows, settings["seed"])],
         "page": study.page(rows),
     }
 

@@ -84,8 +84,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-# ---------------------------------------------------------------------------------------------
-# In the worker processes
+# -- in the worker processes
 
 
 @dataclass(slots=True)
@@ -109,8 +108,7 @@ def _make_trial(trial: Callable[[Any, int], Mapping[str, Any]], seed: int) -> tu
     return found, time.perf_counter() - begun_s
 
 
-# ---------------------------------------------------------------------------------------------
-# In the parent
+# -- in the parent
 
 
 class _Progress:

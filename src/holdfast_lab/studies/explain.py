@@ -40,16 +40,6 @@ def shares(outcomes: Iterable[str]) -> dict[str, OutcomeShare]:
     return {name: OutcomeShare(counts[name], counts[name] / total, *wilson(counts[name], total)) for name in OUTCOMES}
 
 
-def by_level(rows: Iterable[Row], factor: str) -> dict[Any, dict[str, OutcomeShare]]:
-    """Return the outcome shares for each level of a factor, in order of levels; rows without the factor are skipped."""
-    outcomes: dict[Any, list[str]] = {}
-    for row in rows:
-        if factor in row:
-            outcomes.setdefault(row[factor], []).append(row["outcome"])
-    levels = sorted(outcomes, key=lambda level: (type(level).__name__, level if level is not None else 0))
-    return {level: shares(outcomes[level]) for level in levels}
-
-
 @dataclass(frozen=True, slots=True)
 class FactorShare:
     """How much of the outcome a factor explains.

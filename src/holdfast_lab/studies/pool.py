@@ -224,8 +224,7 @@ class WorkerPool:
         return [row for number in sorted(found) for row in found[number]]
 
 
-# ---------------------------------------------------------------------------------------------
-# In a worker process
+# -- in a worker process
 
 
 class _Terminated(BaseException):

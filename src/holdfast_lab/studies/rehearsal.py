@@ -25,7 +25,7 @@ from holdfast.checkpoint.priority import PREDICTORS, PriorityPolicy
 from holdfast.checkpoint.priority_codec import CODECS
 from holdfast.errors import ConfigError
 from holdfast.tools.against import cost_against, read_losses
-from holdfast_lab.studies.parallelism.jobs import own_environment
+from holdfast_lab.studies.processes import own_environment
 
 Say = Callable[[str], None]
 

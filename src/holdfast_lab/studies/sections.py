@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NotRequired, TypedDict, Unpack
+from typing import Any, Literal
 
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
 
 Section = dict[str, Any]
 Column = list[str]
 Sentence = dict[str, Any]
-Axis = Sequence[str]
-"""The key of a column of the rows, and its label in the plot."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -39,104 +37,32 @@ milliseconds, seconds = partial(column, "ms"), partial(column, "s")
 megabytes, percent, count = partial(column, "MB"), partial(column, "%"), partial(column, "count")
 
 
-class TableLook(TypedDict):
-    """Options of a table: one line for all rows with the same values of ``by``; ``folded`` collapses it."""
-
-    by: Sequence[str]
-    columns: Sequence[Column]
-    folded: NotRequired[bool]
-
-
-class BarsLook(TypedDict):
-    """Options of bars: a bar for each group in ``by``, stacked from ``values``, ``[key, name]`` each."""
-
-    by: Sequence[str]
-    values: Sequence[Axis]
-    unit: str
-    range: NotRequired[bool]
-    whole: NotRequired[float]
-
-
-class LinesLook(TypedDict):
-    """Options of lines: a line for each group in ``series``."""
-
-    series: Sequence[str]
-    x: Axis
-    y: Axis
-
-
-class PointsLook(LinesLook):
-    """Options of points: a point per row; ``interval`` names its two ends, ``band`` and ``limits`` are ranges of y."""
-
-    interval: NotRequired[Sequence[str]]
-    label: NotRequired[str]
-    limits: NotRequired[Sequence[float]]
-    band: NotRequired[Sequence[float]]
-    log: NotRequired[Sequence[Literal["x", "y"]]]
-    curves: NotRequired[Sequence[Any]]
-
-
-class IntervalsLook(TypedDict):
-    """Options of intervals: a line for each group in ``by``; ``band`` and ``limits`` are ranges of x."""
-
-    by: Sequence[str]
-    series: Sequence[str]
-    x: Axis
-    interval: NotRequired[Sequence[str]]
-    limits: NotRequired[Sequence[float]]
-    band: NotRequired[Sequence[float]]
-
-
 def _section(
     kind: str,
     name: str,
     title: str,
-    note: str,
-    rows: Rows | None,
-    where: Mapping[str, Any] | None,
-    look: Mapping[str, Any],
+    note: str = "",
+    rows: Rows | None = None,
+    where: Mapping[str, Any] | None = None,
+    **look: Any,
 ) -> Section:
+    """Return a section of a kind.
+
+    Args:
+        kind: How it is drawn; :mod:`holdfast_lab.pages.study` says what each kind has besides the following.
+        name: Its HTML anchor.
+        title: Its title.
+        note: How to read it.
+        rows: Its own rows.
+        where: Selects from the rows of the study.
+        look: What its kind has, in the order in which the page's JSON has it.
+    """
     chosen = {} if rows is None else {"rows": list(rows)}
     return {"kind": kind, "id": name, "title": title, "note": note, "where": dict(where or {}), **chosen, **look}
 
 
-def table(
-    name: str,
-    title: str,
-    note: str = "",
-    rows: Rows | None = None,
-    where: Mapping[str, Any] | None = None,
-    **look: Unpack[TableLook],
-) -> Section:
-    """Return a table, see :class:`TableLook`; ``name`` is its HTML anchor, ``note`` explains how to read it."""
-    return _section("table", name, title, note, rows, where, look)
-
-
-def bars(
-    name: str,
-    title: str,
-    note: str = "",
-    rows: Rows | None = None,
-    where: Mapping[str, Any] | None = None,
-    **look: Unpack[BarsLook],
-) -> Section:
-    """Return stacked bars, see :class:`BarsLook`."""
-    return _section("bars", name, title, note, rows, where, look)
-
-
-def lines(name: str, title: str, note: str, where: Mapping[str, Any], **look: Unpack[LinesLook]) -> Section:
-    """Return lines, see :class:`LinesLook`."""
-    return _section("lines", name, title, note, None, where, look)
-
-
-def points(name: str, title: str, note: str, rows: Rows, **look: Unpack[PointsLook]) -> Section:
-    """Return points, see :class:`PointsLook`."""
-    return _section("points", name, title, note, rows, None, look)
-
-
-def intervals(name: str, title: str, note: str, rows: Rows, **look: Unpack[IntervalsLook]) -> Section:
-    """Return intervals, see :class:`IntervalsLook`."""
-    return _section("intervals", name, title, note, rows, None, look)
+table, bars, lines = partial(_section, "table"), partial(_section, "bars"), partial(_section, "lines")
+points, intervals = partial(_section, "points"), partial(_section, "intervals")
 
 
 def sentences(name: str, title: str, items: Sequence[Sentence]) -> Section:

@@ -321,12 +321,7 @@ class VirtualDdp:
         # Same samples in one piece: cutting a thousand slices takes as long as training a small model.
         self._whole = BatchCutter(
             dataclasses.replace(
-                plan,
-                slices=1,
-                members=(0,),
-                batch="global",
-                batch_size=size,
-                given_batch_size=plan.batch_size,
+                plan, slices=1, members=(0,), batch="global", batch_size=size, given_batch_size=plan.batch_size
             )
         )
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.cli import main
 from holdfast_lab.studies import STUDIES
+from holdfast_lab.studies.exact.spread import QUICK as QUICK_SPREAD
+from holdfast_lab.studies.resilience.cases import QUICK as QUICK_NETWORKS
 
 SMALLEST: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "checkpoint-cost": (
@@ -23,11 +27,18 @@ SMALLEST: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"undisturbed", "case", "together", "update", "modes"},
     ),
     "scar": (("--repetitions", "4"), {"pilot", "trial"}),
-    "soft-errors": (("--only", "ddp", "--repetitions", "2"), {"cell", "alone", "explained"}),
+    "soft-errors": (("--only", "ddp", "--repetitions", "1"), {"cell", "alone", "explained"}),
 }
 """By study: options besides ``--quick``, and parts of its rows. What is left out takes minutes: ``workers`` of
 ``checkpoint-cost``, ``cost`` of ``guard``, all but ``spread`` of ``exact``, ``real`` of ``resilience``, other kinds
 of ``parallelism``."""
+
+SMALLER: dict[str, dict[str, Any]] = {
+    "exact": {"exact.study.QUICK": tuple(replace(one, steps=20) for one in QUICK_SPREAD)},
+    "guard": {"guard.cells._CLEAN_EPOCHS": 4},
+    "resilience": {"resilience.study.QUICK": tuple(replace(one, steps=12, workers=(16,)) for one in QUICK_NETWORKS)},
+}
+"""By study: what no option makes smaller, below ``holdfast_lab.studies``."""
 
 
 def test_there_is_a_smallest_size_of_every_study():
@@ -37,8 +48,12 @@ def test_there_is_a_smallest_size_of_every_study():
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SMALLEST)
-def test_every_part_of_a_study_measures_something(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_part_of_a_study_measures_something(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     options, parts = SMALLEST[name]
+    for place, size in SMALLER.get(name, {}).items():
+        monkeypatch.setattr(f"holdfast_lab.studies.{place}", size)
 
     with pytest.raises(SystemExit) as ended:
         main(["study", name, "--quick", *options, "--out", str(tmp_path / "out")])

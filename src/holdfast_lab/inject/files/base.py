@@ -77,14 +77,7 @@ class FileValues:
     """
 
     def __init__(
-        self,
-        kind: str,
-        located: Places,
-        files: Iterable[Path],
-        stack: ExitStack,
-        *,
-        write: bool,
-        archives: bool,
+        self, kind: str, located: Places, files: Iterable[Path], stack: ExitStack, *, write: bool, archives: bool
     ) -> None:
         self.kind = kind
         self._files = {path: FileBytes(path, write=write) for path in files}

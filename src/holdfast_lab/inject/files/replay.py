@@ -186,8 +186,7 @@ def read_file(path: Path) -> str:
         refuse(f"{path} is not UTF-8 text; give a file that --record wrote")
 
 
-# ---------------------------------------------------------------------------------------------
-# Maps
+# -- maps
 
 
 def _mapped(path: str, paths: Mapping[str, ReplayTarget]) -> ReplayTarget:
@@ -232,8 +231,7 @@ def _read_target(path: str, target: Any) -> ReplayTarget:
     return ReplayTarget(target["path"], tuple(axes))
 
 
-# ---------------------------------------------------------------------------------------------
-# Records
+# -- records
 
 
 def _read_tensor(place: ValuePosition, flips: list[dict[str, Any]], scale: float | None) -> TensorRecord:
@@ -299,8 +297,7 @@ def _read_place(fields: Any) -> ValuePosition:
     return ValuePosition(path, FORMATS[dtype], tuple(shape))
 
 
-# ---------------------------------------------------------------------------------------------
-# JSON
+# -- JSON
 
 
 def _check_schema(what: str, schema: Any) -> None:

@@ -15,6 +15,12 @@ COMPRESSING = "30 times the time (22 to 39) and saved 7.3 % of the bytes"
 """Found with Chainer, the only framework that also saves the same format uncompressed, in November 2026; no longer
 run."""
 
+_COMPRESSION = statement(
+    "Compressing a network's weights takes many times as long and saves little",
+    DERIVED,
+    found=f"{NOT_CHECKED}; recorded with Chainer, no longer run: {COMPRESSING}",
+)
+
 COPIES = {"none": 1, "momentum": 2, "adam": 3}
 """Values saved per parameter."""
 _TOLERANCE = 0.02
@@ -32,7 +38,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     sizes = [_size_claim(cost, optimizer, copies, seed) for optimizer, copies in COPIES.items()]
     of_workers = [_root_is_constant(workers, seed), _root_share_grows(workers, seed), _rank_bytes_grow(workers, seed)]
     return [
-        *decided_by(["cost"], [*sizes, _formats_agree(cost, seed), _compression(cost, seed)]),
+        *decided_by(["cost"], [*sizes, _formats_agree(cost, seed), _COMPRESSION]),
         *decided_by(["workers"], of_workers),
         *decided_by(["determinism"], [_deterministic(measured)]),
         *decided_by(["cost"], [_loads_equal(cost)]),
@@ -98,24 +104,6 @@ def _formats_agree(cost: Sequence[Row], seed: int) -> Claim:
         ci=bootstrap([spreads], lambda drawn: max(drawn[0]), seed),
         unit=SHARE,
     )
-
-
-def _compression(cost: Sequence[Row], seed: int) -> Claim:
-    words = "Compressing a network's weights takes many times as long and saves little"
-    pairs = []
-    for group in _by(cost, "framework", "model", "optimizer").values():
-        ways = _by(group, "way")
-        for plain, packed in (("npz", "npz compressed"), ("hdf5", "hdf5 gzip")):
-            if (plain,) in ways and (packed,) in ways:
-                pairs.append((ways[plain,], ways[packed,]))
-    claim = statement(words, DERIVED, found=f"{NOT_CHECKED}; recorded with Chainer, no longer run: {COMPRESSING}")
-    if not pairs:
-        return claim
-    slower = [_median_of(packed, "save_s") / _median_of(plain, "save_s") for plain, packed in pairs]
-    smaller = [1 - packed[0]["bytes"] / plain[0]["bytes"] for plain, packed in pairs]
-    found = f"median of {len(pairs)} pairs of ways: {median(slower):.1f} x the time, {median(smaller):.1%} fewer bytes"
-    ci = bootstrap([slower], lambda drawn: median(drawn[0]), seed)
-    return claim.judged(median(slower), ci[0] > 2 and max(smaller) < 0.2, found, ci=ci, unit="times as long")
 
 
 def _root_is_constant(workers: Sequence[Row], seed: int) -> Claim:

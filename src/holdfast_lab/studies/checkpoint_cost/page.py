@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast_lab.studies.base import MEASURED, Row
@@ -28,8 +28,6 @@ from holdfast_lab.studies.stats import median
 
 _PARTS = ("gather", "serialise", "compress", "write", "undivided", "sync")
 _COST_BY = ["model", "optimizer", "framework", "way"]
-_SLOW = 3.0
-"""A way to save that takes this many times as long as the fastest is mentioned in the advice."""
 _LARGE = 1.1
 """A way to save whose file is this many times as large as necessary is mentioned in the advice."""
 
@@ -163,20 +161,49 @@ _ELSEWHERE_TABLE = table(
 _NOT_RUN = not_run(["part", "framework", "model", "optimizer", "way", "workers"], title="What could not be measured")
 
 
+_OF_WAY, _OF_RUN = ("framework", "way"), ("framework", "run", "left_out")
+
+
+def _each(
+    rows: Sequence[Row], part: str, names: Sequence[str], is_so: Callable[[Row], object], words: str
+) -> list[Sentence]:
+    """Return the words about each measured row of a part for which ``is_so``; ``names`` identify its line."""
+    chosen = [row for row in rows if row["part"] == part and row["status"] == MEASURED and is_so(row)]
+    return [sentence(words.format(**row), part, *(row[name] for name in names)) for row in chosen]
+
+
+def _is_harmed(row: Row) -> bool:
+    return "nothing" in row["killed"] or "other" in row["killed"]
+
+
 def _for_users(rows: Sequence[Row]) -> list[Sentence]:
-    return [*_fastest(rows), *_must_restore(rows), *_share_advice(rows), *_unharmed(rows)]
+    unharmed = (
+        "{framework} {way}: never save over the only checkpoint. After saves killed half-way over an older one, this "
+        "could be loaded: {killed}."
+    )
+    kept = _each(rows, "mechanisms", _OF_WAY, _is_harmed, unharmed)
+    return [*_fastest(rows), *_must_restore(rows), *_share_advice(rows), *kept]
 
 
 def _for_developers(rows: Sequence[Row]) -> list[Sentence]:
+    diverges = "{framework}: a single save call leaves out {left_out}; the resumed run differs ({distance:.2%} of the weights)."
+    unnoticed = "{framework} {way}: flipped bits are loaded as weights; a digest would detect them."
+    not_atomic = (
+        "{framework} {way}: a save killed half-way over an older checkpoint leaves neither; remove the old one only when "
+        "the new one is complete."
+    )
+    elsewhere = "{framework}, saved by {scheme}: a checkpoint of {saved_by} workers cannot be loaded by all of {workers}: {found}."
+    of_workers = ("framework", "scheme", "saved_by", "workers")
+    is_default = ("what one call saves", False)
     return [
-        *_slow_defaults(rows),
         *_too_many_bytes(rows),
-        *_defaults_that_diverge(rows),
-        *_unnoticed(rows),
-        *_not_atomic(rows),
-        *_elsewhere(rows),
-        *_rotation(rows),
-    ]
+        *_each(rows, "determinism", _OF_RUN, lambda row: (row["run"], row["same_bits"]) == is_default, diverges),
+        *_each(rows, "mechanisms", _OF_WAY, lambda row: "wrong values" in row["damage"], unnoticed),
+        *_each(rows, "mechanisms", _OF_WAY, _is_harmed, not_atomic),
+        *_each(rows, "elsewhere", of_workers, lambda row: not row["loads"], elsewhere),
+        *_each(rows, "mechanisms", _OF_WAY, lambda row: row["kept"] not in (None, 2),
+               "{framework} {way}: asked to keep 2 of 7 steps, it kept {kept}."),
+    ]  # fmt: skip
 
 
 def _cost_groups(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
@@ -240,33 +267,6 @@ def _share_advice(rows: Sequence[Row]) -> list[Sentence]:
     return items
 
 
-def _mechanisms(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["part"] == "mechanisms" and row["status"] == MEASURED]
-
-
-def _unharmed(rows: Sequence[Row]) -> list[Sentence]:
-    return [
-        sentence(f"{row['framework']} {row['way']}: never save over the only checkpoint. After saves killed half-way over "
-                 f"an older one, this could be loaded: {row['killed']}.", "mechanisms", row["framework"], row["way"])
-        for row in _mechanisms(rows) if "nothing" in row["killed"] or "other" in row["killed"]
-    ]  # fmt: skip
-
-
-def _slow_defaults(rows: Sequence[Row]) -> list[Sentence]:
-    """Report the cost of compression by default."""
-    items, groups = [], _cost_groups(rows)
-    for plain, packed in (("npz", "npz compressed"), ("hdf5", "hdf5 gzip")):
-        for key, group in groups.items():
-            other = groups.get((*key[:3], plain))
-            if key[3] == packed and other and key[1] == "momentum":
-                slower = median([r["save_s"] for r in group]) / median([r["save_s"] for r in other])
-                fewer = 1 - group[0]["bytes"] / other[0]["bytes"]
-                text = f"{key[2]}, {key[0]}: compressing {plain} takes {slower:.1f} times as long and saves {fewer:.1%} of the bytes; it should not be the default."
-                if slower > _SLOW:
-                    items.append(sentence(text, "cost", *key))
-    return items
-
-
 def _too_many_bytes(rows: Sequence[Row]) -> list[Sentence]:
     """Name the ways whose files are larger than another way's for the same values."""
     items, groups = [], _cost_groups(rows)
@@ -280,43 +280,3 @@ def _too_many_bytes(rows: Sequence[Row]) -> list[Sentence]:
             text = f"{key[2]} {key[3]}, {key[0]}: {group[0]['bytes'] / min(same):.2f} times the bytes of the framework's smallest uncompressed way."
             items.append(sentence(text, "cost", *key))
     return items
-
-
-def _defaults_that_diverge(rows: Sequence[Row]) -> list[Sentence]:
-    return [
-        sentence(f"{row['framework']}: a single save call leaves out {row['left_out']}; the resumed run differs "
-                 f"({row['distance']:.2%} of the weights).", "determinism", row["framework"], row["run"], row["left_out"])
-        for row in rows
-        if row["part"] == "determinism" and row["status"] == MEASURED and row["run"] == "what one call saves" and not row["same_bits"]
-    ]  # fmt: skip
-
-
-def _unnoticed(rows: Sequence[Row]) -> list[Sentence]:
-    return [
-        sentence(f"{row['framework']} {row['way']}: flipped bits are loaded as weights; a digest would detect them.",
-              "mechanisms", row["framework"], row["way"])
-        for row in _mechanisms(rows) if "wrong values" in row["damage"]
-    ]  # fmt: skip
-
-
-def _not_atomic(rows: Sequence[Row]) -> list[Sentence]:
-    return [
-        sentence(f"{row['framework']} {row['way']}: a save killed half-way over an older checkpoint leaves neither; remove the old one only when the new one is complete.",
-              "mechanisms", row["framework"], row["way"])
-        for row in _mechanisms(rows) if "nothing" in row["killed"] or "other" in row["killed"]
-    ]  # fmt: skip
-
-
-def _elsewhere(rows: Sequence[Row]) -> list[Sentence]:
-    return [
-        sentence(f"{row['framework']}, saved by {row['scheme']}: a checkpoint of {row['saved_by']} workers cannot be loaded by all of {row['workers']}: {row['found']}.",
-              "elsewhere", row["framework"], row["scheme"], row["saved_by"], row["workers"])
-        for row in rows if row["part"] == "elsewhere" and row["status"] == MEASURED and not row["loads"]
-    ]  # fmt: skip
-
-
-def _rotation(rows: Sequence[Row]) -> list[Sentence]:
-    return [
-        sentence(f"{row['framework']} {row['way']}: asked to keep 2 of 7 steps, it kept {row['kept']}.", "mechanisms", row["framework"], row["way"])
-        for row in _mechanisms(rows) if row["kept"] not in (None, 2)
-    ]  # fmt: skip

@@ -23,6 +23,7 @@ from holdfast_lab.studies.base import (
     NOT_RUN,
     Options,
     Row,
+    Study,
     Task,
     check_parts,
     parts_left_out,
@@ -57,10 +58,7 @@ _KILL_AT = (0.25, 0.5, 0.75)
 _KEPT_BY = 2
 """Number of workers that save what other numbers of workers load."""
 _QUICK = ("torch", "holdfast")
-_SHARING = {
-    "torch": ("root", "rank", "shared", "shared by holdfast"),
-    "tensorflow": ("root", "rank"),
-}
+_SHARING = {"torch": ("root", "rank", "shared", "shared by holdfast"), "tensorflow": ("root", "rank")}
 _TRAINING = ("torch", "tensorflow")
 _TRAINING_STEPS = 40
 
@@ -71,49 +69,6 @@ CHAINER = (
     "single save call, which leaves out random numbers. After a save killed half-way over an older one, npz left "
     "nothing; HDF5 loaded flipped bits."
 )
-
-
-class CheckpointCost:
-    """See the module docstring."""
-
-    name = "checkpoint-cost"
-    title = "What a checkpoint costs, framework by framework"
-    paper = (
-        "E. Rojas, A. N. Kahira, E. Meneses, L. Bautista-Gomez, R. M. Badia: A study of checkpointing in large scale "
-        "training of deep neural networks, 2020, arXiv 2012.00825"
-    )
-    intervals = "Intervals are 95 % intervals, by bootstrap over repetitions, or over the states that were compared."
-    task_s, quick_task_s = 42.0, 8.0
-    claims, page = staticmethod(hold_claims), staticmethod(sections)
-
-    def settings(self, options: Options) -> dict[str, Any]:
-        """See :meth:`Study.settings`."""
-        plan = _Plan(options)
-        return {
-            "quick": options.quick,
-            "seed": options.seed,
-            "frameworks": list(plan.frameworks),
-            "networks": list(plan.models),
-            "optimizers": list(plan.optimizers),
-            "repetitions": plan.repetitions,
-            "workers": list(plan.workers),
-            "digits": "scikit-learn's" if options.data is None else f"Fashion-MNIST in {options.data}",
-            **({"parts": list(plan.parts)} if plan.parts != PARTS else {}),
-        }
-
-    def tasks(self, options: Options) -> list[Task]:
-        """See :meth:`Study.tasks`.
-
-        Raises:
-            ConfigError: if the data are missing, so that the study fails at its start.
-        """
-        if options.data is not None:
-            load_dataset("fashion", options.data, limit=1)
-        return _Plan(options).tasks()
-
-    def left_out(self, options: Options) -> list[str]:
-        """See :meth:`Study.left_out`."""
-        return _Plan(options).left_out()
 
 
 class _Plan:
@@ -129,7 +84,20 @@ class _Plan:
         self.optimizers = OPTIMIZERS[:2] if options.quick else OPTIMIZERS
         self.workers = (1, 2) if options.quick else (1, 2, 4, 8)
 
+    def settings(self) -> dict[str, Any]:
+        return {
+            "frameworks": list(self.frameworks),
+            "networks": list(self.models),
+            "optimizers": list(self.optimizers),
+            "repetitions": self.repetitions,
+            "workers": list(self.workers),
+            "digits": "scikit-learn's" if self._options.data is None else f"Fashion-MNIST in {self._options.data}",
+            **({"parts": list(self.parts)} if self.parts != PARTS else {}),
+        }
+
     def tasks(self) -> list[Task]:
+        if self._options.data is not None:
+            load_dataset("fashion", self._options.data, limit=1)
         together = (self.optimizers,) if self._options.quick else tuple((optimizer,) for optimizer in self.optimizers)
         tasks = [
             Task(f"cost: {name}, {model}, optimizer {' or '.join(some)}", partial(self._cost, name, model, some))
@@ -366,6 +334,22 @@ class _Plan:
         return [{**about, "status": MEASURED, **row} for row in rows]
 
 
+STUDY = Study(
+    name="checkpoint-cost",
+    title="What a checkpoint costs, framework by framework",
+    paper=(
+        "E. Rojas, A. N. Kahira, E. Meneses, L. Bautista-Gomez, R. M. Badia: A study of checkpointing in large scale "
+        "training of deep neural networks, 2020, arXiv 2012.00825"
+    ),
+    intervals="Intervals are 95 % intervals, by bootstrap over repetitions, or over the states that were compared.",
+    task_s=42.0,
+    quick_task_s=8.0,
+    plan=_Plan,
+    claims=hold_claims,
+    page=sections,
+)
+
+
 def _chosen(options: Options) -> tuple[str, ...]:
     """Return the frameworks; Holdfast's formats come with PyTorch's, because they save the same states."""
     if "chainer" in options.only:
@@ -377,9 +361,8 @@ def _chosen(options: Options) -> tuple[str, ...]:
 
 
 def _models(options: Options) -> tuple[str, ...]:
-    if options.model and options.model not in MODELS:
-        raise ConfigError(f"--network must be one of {', '.join(MODELS)}, got {options.model!r}")
     if options.model:
+        check_parts([options.model], MODELS, "--network")
         return (options.model,)
     return ("resnet50",) if options.quick else NETWORKS
 

@@ -87,8 +87,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------
-# Cost and memory
+# -- cost and memory
 
 
 def _at(rows: Sequence[Row], variant: str, shares: Sequence[int]) -> list[Row]:
@@ -127,8 +126,7 @@ def _memory(rows: Sequence[Row]) -> Claim:
     return statement(MEMORY, _OURS, 0).judged(off[id(worst)], off[id(worst)] <= MEMORY_PERCENT, told, unit="%")
 
 
-# ---------------------------------------------------------------------------------------------
-# After a kill
+# -- after a kill
 
 
 def _by_name(jobs: Sequence[Row]) -> dict[str, list[Row]]:
@@ -192,8 +190,7 @@ def _imbalance(jobs: Sequence[Row], seed: int) -> Claim:
     return claim.judged(ours, holds, told, ci=(low, high), unit="%")
 
 
-# ---------------------------------------------------------------------------------------------
-# Spread of final results
+# -- spread of final results
 
 
 def _one_point(words: str, rows: Sequence[Row]) -> Claim:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Row, Task
+from holdfast_lab.studies.base import FAILED, MEASURED, Row, Task
 from holdfast_lab.studies.exact.workers.cost import ANY_ORDER, CERTIFICATE, DDP, FOLD, PLAIN, TREE, VARIANTS, WHOLE
-from holdfast_lab.studies.guard.cost import NO_MPIRUN, mpirun_words
-from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.processes import run_script
 from holdfast_lab.studies.stats import bootstrap, median
 
 SCRIPTS = Path(__file__).with_name("workers")
@@ -108,17 +105,8 @@ def memory_tasks(networks: Sequence[str], *, quick: bool) -> list[Task]:
 
 def _found(timed: TimedTraining) -> dict[str, Any]:
     """Return the results of the workers; without any, the status and the reason."""
-    mpirun = mpirun_words(timed.workers)
-    if not mpirun:
-        return {"status": NOT_RUN, "why": NO_MPIRUN}
-    with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
-        out = Path(name, "found.json")
-        limit_s = _START_S + _ROUND_S * timed.rounds
-        code, said = ended([*mpirun, *timed.words(out)], own_environment(), Path(name), limit_s)
-        if code or not out.is_file():
-            return {"status": FAILED, "why": f"ended with exit status {code}: {said}"}
-        found: dict[str, Any] = json.loads(out.read_text())
-        return {"status": FAILED, "why": found["failed"]} if found["failed"] else found
+    found = run_script(timed.workers, timed.words, _START_S + _ROUND_S * timed.rounds)
+    return {"status": FAILED, "why": found["failed"]} if found.get("failed") else found
 
 
 def _time(timed: TimedTraining, seed: int, _: Sequence[Row]) -> list[Row]:

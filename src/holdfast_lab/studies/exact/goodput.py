@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_lab.studies.base import FAILED, MEASURED, Row, Task
-from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.processes import run_job
 
 SCRIPTS = Path(__file__).with_name("workers")
 """Scripts that run in separate processes."""
@@ -63,10 +61,10 @@ class WorkDivision:
             return 1.0
         return -(-self.slices // self.alive) / (self.slices / self.alive)
 
-    def words(self, folder: Path, seed: int) -> list[str]:
+    def words(self, seed: int) -> list[str]:
         """Return the command line after ``holdfast run``."""
         words = ["-n", WORKERS, "--slices", self.slices, "--split", self.split, "--spares", self.spares, "--seed", seed]
-        words += ["--no-page", "--report", folder / "report", "--inject", f"kill:rank={KILLED},step={STEP}"]
+        words += ["--inject", f"kill:rank={KILLED},step={STEP}"]
         words += [SCRIPTS / "job.py", "--steps", STEPS, "--batch", BATCH, "--sample-s", SAMPLE_S]
         return [str(word) for word in words]
 
@@ -89,13 +87,10 @@ def _measure(divided: WorkDivision, seed: int, repetition: int, _: Sequence[Row]
     about: Row = {"part": "goodput", "divided": divided.name, "workers": WORKERS, "alive": divided.alive}
     about |= {"slices": divided.slices, "expected": divided.imbalance, "repetition": repetition}
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
-        folder = Path(name)
-        words = [sys.executable, "-m", "holdfast", "run", *divided.words(folder, seed)]
-        code, said = ended(words, own_environment(), folder, _LIMIT_S)
-        if code:
-            return [about | {"status": FAILED, "why": f"ended with exit status {code}: {said}"}]
-        lines = (folder / "report" / "events.jsonl").read_text().splitlines()
-    return [about | {"status": MEASURED} | after_the_kill([json.loads(line) for line in lines], divided.alive)]
+        done = run_job(divided.words(seed), Path(name), _LIMIT_S)
+    if done.failed:
+        return [about | {"status": FAILED, "why": done.failed}]
+    return [about | {"status": MEASURED} | after_the_kill(done.events, divided.alive)]
 
 
 def after_the_kill(events: Sequence[Mapping[str, Any]], alive: int) -> Row:

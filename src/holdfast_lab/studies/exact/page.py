@@ -77,8 +77,7 @@ def _with_interval(row: Row, name: str, digits: int = 3) -> str:
     return f"{row[name]:.{digits}g}{told}".replace(" ", _NBSP)
 
 
-# ---------------------------------------------------------------------------------------------
-# Cost
+# -- cost
 
 
 def _shown(row: Row) -> Row:
@@ -165,8 +164,7 @@ def _memory(rows: Sequence[Row]) -> Section:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# After a kill
+# -- after a kill
 
 
 def _after_a_kill(jobs: Sequence[Row]) -> list[Section]:
@@ -215,8 +213,7 @@ def _expected(way: Row) -> Row:
     return {"divided": way["divided"], "kind": "expected", "goodput": 100 * way["alive"] / WORKERS / way["expected"]}
 
 
-# ---------------------------------------------------------------------------------------------
-# Spread of final results
+# -- spread of final results
 
 
 def _ends(name: str, rows: Sequence[Row]) -> Section:

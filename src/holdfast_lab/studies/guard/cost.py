@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Row, Task
-from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.base import MEASURED, Row, Task
+from holdfast_lab.studies.processes import run_script
 from holdfast_lab.studies.stats import bootstrap, median
 
 SCRIPTS = Path(__file__).with_name("workers")
 """Scripts that run in separate processes."""
 
 WORKERS_OF_IT = 2
-NO_MPIRUN = "mpirun not found; install it with: pip install 'holdfast[mpi]'"
 _START_S = 300.0
 _STEP_S = 2.0
 """Time limit of a step in seconds, on a busy machine."""
@@ -48,6 +42,11 @@ class TimedGuardTraining:
     blocks: int = 12
     steps: int = 70
 
+    def words(self, out: Path) -> list[object]:
+        """Return the script, and its arguments."""
+        words: list[object] = [SCRIPTS / "cost.py", "--size", self.size, "--samples", self.samples]
+        return [*words, "--batch", self.batch, "--blocks", self.blocks, "--steps", self.steps, "--out", out]
+
 
 SMALL = TimedGuardTraining(name="mlp, 26 thousand parameters")
 LARGE = TimedGuardTraining(name="mlp, 8.4 million parameters", size=256, samples=256)
@@ -62,35 +61,11 @@ def cost_tasks(seed: int, blocks: int | None = None, *, quick: bool) -> list[Tas
 
 def _task(timed: TimedGuardTraining, seed: int, _: Sequence[Row]) -> list[Row]:
     about: Row = {"part": "cost", "training": timed.name, "workers": WORKERS_OF_IT, "blocks": timed.blocks}
-    mpirun = mpirun_words(WORKERS_OF_IT)
-    if not mpirun:
-        return [about | {"status": NOT_RUN, "why": NO_MPIRUN}]
-    with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
-        out = Path(name, "found.json")
-        command = _command(mpirun, timed, out)
-        limit_s = _START_S + _STEP_S * _VARIANTS * (timed.blocks + 1) * timed.steps
-        code, said = ended(command, own_environment(), Path(name), limit_s)
-        if code or not out.is_file():
-            return [about | {"status": FAILED, "why": f"ended with exit status {code}: {said}"}]
-        found = json.loads(out.read_text())
+    limit_s = _START_S + _STEP_S * _VARIANTS * (timed.blocks + 1) * timed.steps
+    found = run_script(WORKERS_OF_IT, timed.words, limit_s)
+    if "status" in found:
+        return [about | found]
     return cost_rows(about | {"parameters": found["parameters"]}, found["blocks"], seed)
-
-
-def mpirun_words(workers: int) -> list[str]:
-    """Return the command that starts a script as MPI workers, empty if there is no mpirun."""
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
-    if mpirun is None:
-        return []
-    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    how = ["--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "--mca", "coll", "^han"]
-    return [mpirun, *how, *root, "-n", str(workers), sys.executable]
-
-
-def _command(mpirun: Sequence[str], timed: TimedGuardTraining, out: Path) -> list[str]:
-    words: list[object] = [*mpirun, SCRIPTS / "cost.py", "--size", timed.size]
-    words += ["--samples", timed.samples, "--batch", timed.batch, "--blocks", timed.blocks]
-    return [str(word) for word in [*words, "--steps", timed.steps, "--out", out]]
 
 
 def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row]:

@@ -16,10 +16,6 @@ CRITICAL = "30"
 STRATA = {CRITICAL: 1 / 32, "23:29": 7 / 32, "31": 1 / 32, "0:22": 23 / 32}
 """Strata of the bits of a float32, and the share of all bits in each: the critical bit, the rest of the exponent, the
 sign, the mantissa. Results for "any flip" are weighted by these shares, because the critical bit is over-sampled."""
-WEIGHT_OF_BIT = 1 / 32
-
-LEARNED = 64
-"""Steps until the guard has learned the usual ranges; before, only infinite and NaN values are out of range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

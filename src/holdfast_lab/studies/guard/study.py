@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import FAILED, NOT_RUN, Claim, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.base import FAILED, NOT_RUN, Options, Row, Study, Task, check_parts, parts_left_out
 from holdfast_lab.studies.campaign import run_campaign
 from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule
 from holdfast_lab.studies.campaign_table import each_row
@@ -29,74 +29,64 @@ FLIPS, COST = "flips", "cost"
 ONLY = (FLIPS, "clean", COST)
 
 
-class Guard:
-    """The study; see the module's docstring."""
+class _Plan:
+    def __init__(self, options: Options) -> None:
+        check_parts(options.only, ONLY)
+        for option, given in (("--network", options.model), ("--data", options.data)):
+            if given:
+                raise ConfigError(
+                    f"{option} cannot be used with the guard study, which trains its own small networks on digits; "
+                    f"got {str(given)!r}: leave it out"
+                )
+        self._options = options
 
-    name = "guard"
-    title = "The guard: detection, healing, false alarms and cost"
-    paper = "the claims of docs/how-to/guard-against-corruption.md; no paper"
-    intervals = (
-        "95 % intervals: for shares of flips and for alarms, Wilson; for shares weighted by bits, combined by the "
-        "method of Zou and Donner; for times, bootstrap over the rounds."
-    )
-    task_s, quick_task_s = 260.0, 20.0
-
-    def settings(self, options: Options) -> dict[str, Any]:
-        """See :meth:`Study.settings`."""
-        _check(options)
+    def settings(self) -> dict[str, Any]:
         return {
-            "quick": options.quick,
-            "seed": options.seed,
-            "only": list(options.only),
-            "trials a cell": options.repetitions or "as the design says",
+            "only": list(self._options.only),
+            "trials a cell": self._options.repetitions or "as the design says",
             "guard": GUARD,
             "guard tried with flips without harm, share": SAMPLED,
         }
 
-    def tasks(self, options: Options) -> list[Task]:
-        """See :meth:`Study.tasks`.
+    def tasks(self) -> list[Task]:
+        wanted = self._options.only or ONLY
+        chosen = [
+            part
+            for part in parts(self._options.seed, quick=self._options.quick, trials=self._options.repetitions)
+            if ("clean" if part.clean else FLIPS) in wanted
+        ]
+        tasks = [Task(part.name, partial(_campaign, self._options, part)) for part in chosen]
+        return tasks + (
+            cost_tasks(self._options.seed, self._options.repetitions, quick=self._options.quick)
+            if COST in wanted
+            else []
+        )
 
-        Raises:
-            ConfigError: if an option has an invalid value.
-        """
-        _check(options)
-        wanted = options.only or ONLY
-        chosen = [part for part in _parts(options) if ("clean" if part.clean else FLIPS) in wanted]
-        tasks = [Task(part.name, partial(_campaign, options, part)) for part in chosen]
-        return tasks + (cost_tasks(options.seed, options.repetitions, quick=options.quick) if COST in wanted else [])
-
-    def left_out(self, options: Options) -> list[str]:
-        """See :meth:`Study.left_out`."""
+    def left_out(self) -> list[str]:
         told = ["Flips in models that are split: --guard heal is refused for them."]
-        told += parts_left_out(options.only, ONLY)
-        if options.quick:
+        told += parts_left_out(self._options.only, ONLY)
+        if self._options.quick:
             told.append(
                 "All bits except the critical one; 4 workers; other optimizers and networks; nearly all of the clean "
                 f"steps; the cost with {LARGE.name.partition(', ')[2]}."
             )
         return told
 
-    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """See :meth:`Study.claims`."""
-        return hold_claims(rows)
 
-    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """See :meth:`Study.page`."""
-        return sections(rows)
-
-
-def _check(options: Options) -> None:
-    check_parts(options.only, ONLY)
-    for option, given in (("--network", options.model), ("--data", options.data)):
-        if given:
-            raise ConfigError(
-                f"{option} cannot be used with the guard study, which trains its own small networks on digits; "
-                f"got {str(given)!r}: leave it out"
-            )
-
-
-def _parts(options: Options) -> list[CellGroup]:
-    return parts(options.seed, quick=options.quick, trials=options.repetitions)
+STUDY = Study(
+    name="guard",
+    title="The guard: detection, healing, false alarms and cost",
+    paper="the claims of docs/how-to/guard-against-corruption.md; no paper",
+    intervals=(
+        "95 % intervals: for shares of flips and for alarms, Wilson; for shares weighted by bits, combined by the "
+        "method of Zou and Donner; for times, bootstrap over the rounds."
+    ),
+    task_s=260.0,
+    quick_task_s=20.0,
+    plan=_Plan,
+    claims=lambda rows, _: hold_claims(rows),
+    page=sections,
+)
 
 
 def _campaign(options: Options, part: CellGroup, _: Sequence[Row]) -> list[Row]:
@@ -105,12 +95,7 @@ def _campaign(options: Options, part: CellGroup, _: Sequence[Row]) -> list[Row]:
     stop = StopRule(width=0.0, batch=part.trials, least=part.trials, most=part.trials)
     begins, makes = (prepare_clean, trial_clean) if part.clean else (prepare, trial)
     campaign = Campaign(
-        name=f"{Guard.name}: {part.name}",
-        seed=options.seed,
-        cells=part.cells,
-        prepare=begins,
-        trial=makes,
-        stop=stop,
+        name=f"{STUDY.name}: {part.name}", seed=options.seed, cells=part.cells, prepare=begins, trial=makes, stop=stop
     )
     broken = run_campaign(campaign, path, len(os.sched_getaffinity(0)))
     of = {cell.name: list(each_row(path, cell.name)) for cell in part.cells}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,21 +41,27 @@ class GuardWarmStart:
 
 
 def prepare(settings: Mapping[str, Any]) -> GuardWarmStart:
-    """Train up to the warm state, and from there once without a fault."""
+    """Return the warm state of a cell; cells of one training share it."""
     setup, case = of_settings(GuardSetup, settings), of_settings(GuardCase, settings)
+    begin, undisturbed = _begun(dataclasses.replace(setup, sums=False))
+    return GuardWarmStart(setup, case, begin, undisturbed)
+
+
+@functools.lru_cache(maxsize=1)
+def _begun(setup: GuardSetup) -> tuple[State, GuardResult]:
+    """Train up to the warm state, and from there once without a fault; without the guard, ``sums`` has no effect."""
     begun = train(setup, OFF, seed=setup.training_seed, epochs=setup.warm)
     _check(begun)
-    warm = GuardWarmStart(setup, case, begun.state, GuardResult())
-    undisturbed = _go_on(warm, OFF)
+    undisturbed = _trained_on(setup, begun.state, OFF)
     _check(undisturbed)
-    return GuardWarmStart(setup, case, begun.state, undisturbed)
+    return begun.state, undisturbed
 
 
 def trial(warm: GuardWarmStart, seed: int) -> Row:
     """Inject a flip without the guard; repeat harmful flips, and a random sample of the others, with the guard."""
     rng = random.Random(seed)
     fault = drawn(warm, rng)
-    without = _go_on(warm, OFF, fault)
+    without = _trained_on(warm.setup, warm.begin, OFF, fault)
     outcome = _class(without, warm.undisturbed)
     row: Row = {
         "outcome": outcome,
@@ -87,14 +94,13 @@ def drawn(warm: GuardWarmStart, rng: random.Random) -> Fault:
     )
 
 
-def _go_on(warm: GuardWarmStart, guard: str, fault: Fault | None = None) -> GuardResult:
-    setup = warm.setup
-    return train(setup, guard, seed=setup.training_seed + 1, epochs=setup.epochs, begin=warm.begin, fault=fault)
+def _trained_on(setup: GuardSetup, begin: State, guard: str, fault: Fault | None = None) -> GuardResult:
+    return train(setup, guard, seed=setup.training_seed + 1, epochs=setup.epochs, begin=begin, fault=fault)
 
 
 def _guarded(warm: GuardWarmStart, fault: Fault) -> Row:
     """Return the result of the same flip with the guard."""
-    ended = _go_on(warm, GUARD, fault)
+    ended = _trained_on(warm.setup, warm.begin, GUARD, fault)
     found = ended.of("CorruptionFound")
     row: Row = {
         "tried": True,
@@ -131,8 +137,7 @@ def _check(ended: GuardResult) -> None:
         raise InternalError(f"a fault-free training failed: {ended.error or 'its loss is not finite'}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Clean training runs
+# -- clean training runs
 
 
 def prepare_clean(settings: Mapping[str, Any]) -> GuardSetup:

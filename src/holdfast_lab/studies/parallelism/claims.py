@@ -52,10 +52,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     kills = [
         _share("Any worker may be killed: training completes", CODE_DERIVED, attempted, lambda row: row["completes"]),
         _share(
-            "Survivors end with the same weights, to the bit",
-            CODE_DERIVED,
-            killed,
-            lambda row: bool(row["identical"]),
+            "Survivors end with the same weights, to the bit", CODE_DERIVED, killed, lambda row: bool(row["identical"])
         ),
         _share("No iteration is skipped", CODE, killed, lambda row: row["in_order"]),
         _share(
@@ -83,7 +80,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
             CODE,
             [row for row in measured if row["part"] == "data"],
             lambda row: row["held_once"],
-        ),
+        )
     ]
     costs = [
         _loses_little(
@@ -103,11 +100,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
         ),
         _no_checkpoint_needed(kept),
     ]
-    comes_back = [
-        _part_comes_back(killed),
-        _restart_redoes_more(killed, seed),
-        _rebuilding_takes_longer(killed, seed),
-    ]
+    comes_back = [_part_comes_back(killed), _restart_redoes_more(killed, seed), _rebuilding_takes_longer(killed, seed)]
     elastic_claims = [
         _collective_is_done_again(elastic),
         _newcomers_leave_no_trace(elastic),
@@ -190,10 +183,7 @@ def _part_comes_back(killed: Sequence[Row]) -> Claim:
     words = "The lost part is restored from a neighbour's memory, or from the other pipeline: one iteration is redone"
     rows = [row for row in killed if row["kind"] in (PIPELINE, SHARDED, HYBRID) and row["strategy"] == ROLLBACK]
     return _share(
-        words,
-        ABSTRACT,
-        rows,
-        lambda row: row["completes"] and row["decision"] != LOAD and row["redone_steps"] <= 1,
+        words, ABSTRACT, rows, lambda row: row["completes"] and row["decision"] != LOAD and row["redone_steps"] <= 1
     )
 
 
@@ -258,8 +248,7 @@ def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# The resilient collectives of 2023
+# -- the resilient collectives of 2023
 
 
 def _collective_is_done_again(elastic: Sequence[Row]) -> Claim:

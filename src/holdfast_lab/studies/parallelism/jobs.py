@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast_lab.studies.processes import RealJob, run_job
 from holdfast_lab.workloads import load_dataset
 
 SCRIPTS = Path(__file__).with_name("workers")
@@ -35,9 +31,6 @@ BACKUPS = ("--mirror-every", "16", "--mirror-fraction", "0.125")
 
 ONE_BUCKET_BYTES = 1 << 40
 """All gradients in one all-reduce, as in the code of 2017."""
-
-_OWN = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_")
-_LAST_WORDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +129,7 @@ class ParallelismRun:
     def words(self, folder: Path) -> list[str]:
         """Return the command line after ``holdfast run``."""
         words = ["-n", self.workers, "--strategy", self.strategy, "--slices", self.scale.slices, "--seed", self.seed]
-        words += ["--no-page", "--report", folder / "report", "--spares", self.spares]
+        words += ["--spares", self.spares]
         words += [] if self.mirror is None else ["--mirror", self.mirror]
         words += ["--reinit-from", self.reinit_from] if self.reinit_from else []
         if self.checkpoints:
@@ -158,40 +151,18 @@ class ParallelismRun:
         words += self.arguments
         return [str(word) for word in words]
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of the workers, without the variables of any other job."""
-        return own_environment()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelismOutcome:
+class ParallelismOutcome(RealJob):
     """The results of a run.
 
     Args:
-        report: ``report.json``, empty if there is none.
-        events: The records.
         notes: The notes of each worker that ended.
         files: Number of files that the job wrote besides its report and notes.
-        failed: Why it failed, in a line; "" if it succeeded.
-        code: Its exit code; negative for the signal that killed it.
     """
 
-    report: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     files: int = 0
-    failed: str = ""
-    code: int = 0
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        """Return the records of one kind."""
-        return [record for record in self.events if record["event"] == event]
-
-
-def own_environment() -> dict[str, str]:
-    """Return the environment of a job's processes: no variables of another job, one thread, no accelerator."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
-    return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def write_data(folder: Path, scale: TrainingScale, data: Path | None) -> None:
@@ -216,46 +187,8 @@ def carry_out(job: ParallelismRun, data: Path | None, timeout_s: float) -> Paral
         folder = Path(name)
         write_data(folder / "data", job.scale, data)
         (folder / "notes").mkdir()
-        words = [sys.executable, "-m", "holdfast", "run", *job.words(folder)]
-        code, said = ended(words, job.environment(), folder, timeout_s)
-        return _read(folder, "" if code == 0 else f"ended with exit code {code}: {said}", code)
-
-
-def ended(words: Sequence[str], env: dict[str, str], folder: Path, timeout_s: float) -> tuple[int, str]:
-    """Run a command to its end in ``folder/here``; return its exit code and its last line of output."""
-    output, here = folder / "said", folder / "here"
-    here.mkdir()
-    with output.open("wb") as said:
-        process = subprocess.Popen(
-            words,
-            env=env,
-            cwd=here,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return -signal.SIGKILL, f"was not done after {timeout_s:g} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # safe: the process group is the command's own session
-            process.wait()
-    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    return code, (lines or ["no output"])[-1][:_LAST_WORDS]
-
-
-def _read(folder: Path, failed: str, code: int) -> ParallelismOutcome:
-    report, events = folder / "report" / "report.json", folder / "report" / "events.jsonl"
-    if not report.is_file():
-        return ParallelismOutcome(failed=failed or "it wrote no report", code=code)
-    return ParallelismOutcome(
-        report=json.loads(report.read_text()),
-        events=[json.loads(line) for line in events.read_text().splitlines()],
-        notes=[json.loads(path.read_text()) for path in sorted((folder / "notes").glob("notes-*.json"))],
-        files=sum(path.is_file() for place in ("here", "saved") for path in (folder / place).rglob("*")),
-        failed=failed,
-        code=code,
-    )
+        done = run_job(job.words(folder), folder, timeout_s)
+        notes = [json.loads(path.read_text()) for path in sorted((folder / "notes").glob("notes-*.json"))]
+        files = sum(path.is_file() for place in ("here", "saved") for path in (folder / place).rglob("*"))
+        known = {name: getattr(done, name) for name in ("report", "events", "failed", "code")}
+        return ParallelismOutcome(**known, notes=notes, files=files) if done.report else ParallelismOutcome(**known)

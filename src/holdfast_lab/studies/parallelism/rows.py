@@ -183,8 +183,7 @@ def _compared(row: Row, undisturbed: Row) -> Row:
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# The paper's data policy
+# -- the paper's data policy
 
 
 def data_row(job: ParallelismRun, outcome: ParallelismOutcome) -> Row:
@@ -208,8 +207,7 @@ def data_row(job: ParallelismRun, outcome: ParallelismOutcome) -> Row:
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# What needs a checkpoint
+# -- what needs a checkpoint
 
 
 def structure_rows(

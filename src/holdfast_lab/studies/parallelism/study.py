@@ -6,9 +6,6 @@ are found by the explorer, which tries every run of a small job with one call le
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Options, Row, Task
+from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Options, Row, Study, Task, check_parts
 from holdfast_lab.studies.parallelism.claims import hold_claims
 from holdfast_lab.studies.parallelism.elastic import ElasticCase, cases, elastic_row
 from holdfast_lab.studies.parallelism.jobs import (
@@ -37,12 +33,12 @@ from holdfast_lab.studies.parallelism.jobs import (
     ParallelismRun,
     TrainingScale,
     carry_out,
-    ended,
     write_data,
 )
 from holdfast_lab.studies.parallelism.needs import NEEDS_CHECKOUT, OMISSIONS, Omission, model_checker, need_rows
 from holdfast_lab.studies.parallelism.page import sections
 from holdfast_lab.studies.parallelism.rows import NOT_COMPARED, data_row, row_of, structure_rows
+from holdfast_lab.studies.processes import run_script
 from holdfast_lab.workloads import load_dataset
 from holdfast_lab.workloads.models import layout
 
@@ -70,65 +66,15 @@ _LIMIT_S = 3600.0
 _FREE_STEPS = 30
 
 
-class Parallelism:
-    """See the module docstring."""
-
-    name = "parallelism"
-    title = "What fault-tolerant training needs, parallelism by parallelism"
-    paper = (
-        "V. Amatya, A. Vishnu, C. Siegel, J. Daily: What does fault tolerant deep learning need from MPI?, EuroMPI "
-        "2017, arXiv 1709.03316"
-    )
-    intervals = "Intervals are 95 % intervals, by bootstrap over runs; of a share of runs by Clopper and Pearson."
-    task_s, quick_task_s = 36.0, 3.0
-    claims, page = staticmethod(hold_claims), staticmethod(sections)
-
-    def settings(self, options: Options) -> dict[str, Any]:
-        """See :meth:`Study.settings`."""
-        plan = _Plan(options)
-        scale = plan.scale
-        return {
-            "quick": options.quick,
-            "seed": options.seed,
-            "parallelisms": list(plan.kinds),
-            "network": plan.network,
-            "repetitions": plan.repetitions,
-            "workers": list(plan.workers),
-            "data": "scikit-learn's digits instead of ImageNet"
-            if options.data is None
-            else f"Fashion-MNIST in {options.data} instead of ImageNet",
-            "batch": scale.batch,
-            "slices": scale.slices,
-            "iterations": scale.steps,
-            "killed in iteration": list(scale.kills),
-            "checkpoint every": scale.checkpoint_every,
-            "delta standbys under partial": " ".join(BACKUPS),
-        }
-
-    def tasks(self, options: Options) -> list[Task]:
-        """See :meth:`Study.tasks`.
-
-        Raises:
-            ConfigError: if the data are missing.
-        """
-        if options.data is not None:
-            load_dataset("fashion", options.data, limit=1)
-        return _Plan(options).tasks()
-
-    def left_out(self, options: Options) -> list[str]:
-        """See :meth:`Study.left_out`."""
-        return _Plan(options).left_out()
-
-
 class _Plan:
     """What is run, and how."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.kinds = _chosen("--only", options.only, KINDS)
-        self.network = _chosen("--network", (options.model,) if options.model else (), NETWORKS, default=NETWORKS[:1])[
-            0
-        ]
+        check_parts(options.only, KINDS)
+        self.kinds = tuple(dict.fromkeys(options.only)) or KINDS
+        self.network = options.model or NETWORKS[0]
+        check_parts([self.network], NETWORKS, "--network")
         if options.quick and not options.only:
             self.kinds = tuple(kind for kind in self.kinds if kind != HYBRID)
         self.repetitions = options.repetitions or 1
@@ -143,7 +89,26 @@ class _Plan:
             scale = _DIGITS if self._options.data is None else _FASHION
         return scale if self.network == NETWORKS[0] else _of_paper(scale, self.network)
 
+    def settings(self) -> dict[str, Any]:
+        return {
+            "parallelisms": list(self.kinds),
+            "network": self.network,
+            "repetitions": self.repetitions,
+            "workers": list(self.workers),
+            "data": "scikit-learn's digits instead of ImageNet"
+            if self._options.data is None
+            else f"Fashion-MNIST in {self._options.data} instead of ImageNet",
+            "batch": self.scale.batch,
+            "slices": self.scale.slices,
+            "iterations": self.scale.steps,
+            "killed in iteration": list(self.scale.kills),
+            "checkpoint every": self.scale.checkpoint_every,
+            "delta standbys under partial": " ".join(BACKUPS),
+        }
+
     def tasks(self) -> list[Task]:
+        if self._options.data is not None:
+            load_dataset("fashion", self._options.data, limit=1)
         quick = self._options.quick
         calm = [(kind, n) for kind, n in self._jobs() if not (quick and kind == HYBRID and PIPELINE in self.kinds)]
         tasks = [self._undisturbed(kind, count) for kind, count in calm]
@@ -330,40 +295,39 @@ class _Plan:
         paper = _of_paper(self.scale, network)
         scale = replace(paper, epochs=1, samples=_FREE_STEPS * paper.batch, slices=count, kills=())
         about: Row = {"part": "step", "status": MEASURED, "network": network, "workers": count, "batch": scale.batch}
-        rows = [{**about, "mode": mode, **self._plain(network, count, scale, words)} for mode, words in _MODES.items()]
+        rows = [{**about, "mode": mode, **self._plain(network, count, scale, ft=ft)} for mode, ft in _MODES.items()]
         protected = self._row(self._job(REPLICATED, ROLLBACK, count, network, scale), ())
         kept = ("step_s", "parameters", "status", "why")
         return [*rows, {**about, "mode": "ULFM and protection", **{k: protected[k] for k in kept if k in protected}}]
 
-    def _plain(self, network: str, count: int, scale: TrainingScale, words: Sequence[str]) -> Row:
+    def _plain(self, network: str, count: int, scale: TrainingScale, *, ft: bool) -> Row:
         with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
-            folder = Path(name)
-            write_data(folder / "data", scale, self._options.data)
-            script = [
-                SCRIPTS / "plain.py",
-                "--network",
-                network,
-                "--data",
-                folder / "data",
-                "--out",
-                folder / "out.json",
-            ]
-            script += ["--batch", scale.batch, "--steps", _FREE_STEPS]
-            command = [Path(sys.executable).with_name("mpirun"), *words, *_MPIRUN, "-n", count, sys.executable, *script]
-            environment = self._job(REPLICATED, ROLLBACK, count).environment()
-            code, said = ended([str(word) for word in command], environment, folder, self._limit_s)
-            if code:
-                return {"status": FAILED, "why": f"ended with exit code {code}: {said}"}
-            measured: Row = json.loads((folder / "out.json").read_text())
-            return measured
+            write_data(Path(name, "data"), scale, self._options.data)
+            words = [SCRIPTS / "plain.py", "--network", network, "--data", Path(name, "data"), "--batch", scale.batch]
+            words += ["--steps", _FREE_STEPS]
+            yields = ("--mca", "mpi_yield_when_idle", "1")
+            return run_script(count, lambda out: [*words, "--out", out], self._limit_s, *yields, ft=ft)
+
+
+STUDY = Study(
+    name="parallelism",
+    title="What fault-tolerant training needs, parallelism by parallelism",
+    paper=(
+        "V. Amatya, A. Vishnu, C. Siegel, J. Daily: What does fault tolerant deep learning need from MPI?, EuroMPI "
+        "2017, arXiv 1709.03316"
+    ),
+    intervals="Intervals are 95 % intervals, by bootstrap over runs; of a share of runs by Clopper and Pearson.",
+    task_s=36.0,
+    quick_task_s=3.0,
+    plan=_Plan,
+    claims=hold_claims,
+    page=sections,
+)
 
 
 _REFUSED = 2
 """Exit code of a command that refuses its options."""
-_MPIRUN = ["--oversubscribe", "--bind-to", "none", "--mca", "coll", "^han", "--mca", "mpi_yield_when_idle", "1"]
-if os.getuid() == 0:
-    _MPIRUN.append("--allow-run-as-root")
-_MODES: dict[str, tuple[str, ...]] = {"MPI alone": (), "ULFM on": ("--with-ft", "ulfm")}
+_MODES = {"MPI alone": False, "ULFM on": True}
 
 
 def _tried(omission: Omission, _: Sequence[Row]) -> list[Row]:
@@ -416,12 +380,3 @@ def _is_same(row: Row, job: ParallelismRun) -> bool:
     if (row["network"], row["parts"]) != (job.network, job.parts):
         return False
     return row["kind"] == job.kind or {row["kind"], job.kind} == {PIPELINE, HYBRID}
-
-
-def _chosen(
-    option: str, wanted: Sequence[str], known: Sequence[str], default: Sequence[str] | None = None
-) -> tuple[str, ...]:
-    for name in wanted:
-        if name not in known:
-            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {name!r}")
-    return tuple(dict.fromkeys(wanted)) or tuple(default or known)

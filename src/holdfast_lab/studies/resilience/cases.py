@@ -146,11 +146,6 @@ def cases(network: NetworkSpec, *, quick: bool) -> list[ResilienceCase]:
     return list(dict.fromkeys(_quick(network) if quick else yielded(network)))
 
 
-def network_of(name: str) -> NetworkSpec:
-    """Return a network of the whole study by its name."""
-    return next(network for network in (*INSIDE, *READ, *WIDE) if network.name == name)
-
-
 def _counts(workers: int) -> list[int]:
     return [count for count in (1, 4, 16, 64) if count <= workers // 4]
 

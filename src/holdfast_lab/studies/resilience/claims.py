@@ -104,8 +104,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------
-# Accuracy
+# -- accuracy
 
 
 def _bits(strategy: str, rows: Sequence[Row]) -> Claim:
@@ -163,8 +162,7 @@ def _mean_of(rows: Sequence[Row], name: str) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-# ---------------------------------------------------------------------------------------------
-# Comparison of two cases
+# -- comparison of two cases
 
 _Chosen = Callable[[Row], bool]
 _ALIKE = ("network", "workers", "count", "moment", "rescale", "averaged", "what")
@@ -248,8 +246,7 @@ def _ratio(
     return claim.judged(ours, holds, told, ci=ci)
 
 
-# ---------------------------------------------------------------------------------------------
-# Real processes
+# -- real processes
 
 
 def _real_bits(points: Sequence[Row]) -> Claim:
@@ -279,11 +276,7 @@ def _no_longer(low: float, high: float) -> bool | None:
 
 
 def _real_ratio(
-    words: str,
-    mine: Sequence[float],
-    base: Sequence[float],
-    seed: int,
-    judge: Callable[[float, float], bool | None],
+    words: str, mine: Sequence[float], base: Sequence[float], seed: int, judge: Callable[[float, float], bool | None]
 ) -> Claim:
     claim = statement(words, _ABSTRACT)
     if not mine or not base:

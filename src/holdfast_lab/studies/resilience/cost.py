@@ -52,12 +52,7 @@ class PlannedFailures:
         start, first, width = (np.array([one[i] for one in self.failures]) for i in range(3))
         end = start.max(initial=0.0) + (_NEVER_S if self.back_s is None else self.back_s)
         ticks = np.rint(start * _NS).astype(np.int64)
-        return Outages.of(
-            ticks,
-            np.full_like(ticks, round(end * _NS)),
-            first.astype(np.int64),
-            width.astype(np.int64),
-        )
+        return Outages.of(ticks, np.full_like(ticks, round(end * _NS)), first.astype(np.int64), width.astype(np.int64))
 
 
 def costs_of(costs: Costs) -> dict[str, float]:

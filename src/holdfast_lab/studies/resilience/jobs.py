@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ import holdfast_lab.workloads.train as script
 from holdfast_lab.simulate import Costs
 from holdfast_lab.simulate.measured import read_measured, updates_apart
 from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Row
-from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.processes import run_job
 from holdfast_lab.studies.resilience.cases import FORWARD, RESTART, ROLLBACK, ResilienceCase
 from holdfast_lab.studies.resilience.cost import overhead
 from holdfast_lab.studies.resilience.updates import EAGER, LAZY
@@ -53,7 +51,7 @@ class RealRun:
 
     def words(self, folder: Path, seed: int) -> list[str]:
         """Return the command line after ``holdfast run``."""
-        words = ["-n", WORKERS, "--slices", WORKERS, "--seed", seed, "--no-page", "--report", folder / "report"]
+        words = ["-n", WORKERS, "--slices", WORKERS, "--seed", seed]
         words += ["--strategy", self.strategy or ROLLBACK, *["--overlap-optimizer"] * (self.update == EAGER)]
         if self.strategy:
             where = f",phase=allreduce,bucket={self.averaged - 1}" if self.averaged else ""
@@ -82,12 +80,10 @@ def measure(real: RealRun, seed: int, repetition: int) -> list[Row]:
     }
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
         folder = Path(name)
-        words = [sys.executable, "-m", "holdfast", "run", *real.words(folder, seed + repetition)]
-        code, said = ended(words, own_environment(), folder, _LIMIT_S)
-        if code != 0:
-            return [row | {"status": FAILED, "why": f"ended with exit status {code}: {said}"}]
-        report = json.loads((folder / "report" / "report.json").read_text())
-        events = [json.loads(line) for line in (folder / "report" / "events.jsonl").read_text().splitlines()]
+        done = run_job(real.words(folder, seed + repetition), folder, _LIMIT_S)
+        if done.failed:
+            return [row | {"status": FAILED, "why": done.failed}]
+        report, events = done.report, done.events
         costs = {f"cost_{key}": one.value for key, one in read_measured(folder / "report").costs.items()}
     if real.update == EAGER:
         undone, copies = ([worker[name] for worker in report["optimizer_overlap"]] for name in ("undone", "copy_bytes"))
@@ -100,8 +96,8 @@ def measure(real: RealRun, seed: int, repetition: int) -> list[Row]:
         "accuracy": 100 * report["metrics"]["accuracy"],
         "sha256": report["replicas"]["sha256"],
         "lost": report["samples"]["lost"],
-        "decisions": ", ".join(sorted({e["decision"] for e in events if e["event"] == "Recovered"})),
-        "buckets": next(e["num_buckets"] for e in events if e["event"] == "RunStarted"),
+        "decisions": ", ".join(sorted({record["decision"] for record in done.of("Recovered")})),
+        "buckets": done.of("RunStarted")[0]["num_buckets"],
         **costs,
     }
     return [row | {"status": MEASURED} | found | _time(events, disturbed=bool(real.strategy))]

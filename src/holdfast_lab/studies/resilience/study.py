@@ -17,7 +17,17 @@ import numpy as np
 
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate import Estimate
-from holdfast_lab.studies.base import MEASURED, Journal, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.base import (
+    MEASURED,
+    Journal,
+    Options,
+    Row,
+    Study,
+    Task,
+    check_data,
+    check_parts,
+    parts_left_out,
+)
 from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.resilience.cases import INSIDE, QUICK, READ, WIDE, NetworkSpec, ResilienceCase, cases
 from holdfast_lab.studies.resilience.claims import hold_claims, is_lossy
@@ -37,64 +47,49 @@ _PLACES = 12
 """Decimal places to keep: further digits are rounding errors, neither a loss nor a gain of accuracy."""
 
 
-class Resilience:
-    """The study; see the module's docstring."""
+class _Plan:
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._networks = _networks(options)
 
-    name = "resilience"
-    title = "Low-overhead resilience for data-parallel training: accuracy against time"
-    paper = (
-        "B. Nicolae, T. Hobson, O. Yildiz, T. Peterka, D. Morozov, Towards low-overhead resilience for data parallel "
-        "deep learning, CCGrid 2022"
-    )
-    intervals = (
-        "95 % intervals: for a case, and for all cases together, Student's t over paired seeds; for ratios of cases, "
-        "bootstrap over the cases, which share their seeds; for real runs, bootstrap over the runs; for shares, Wilson."
-    )
-    task_s, quick_task_s = 92.0, 6.0
-    claims, page = staticmethod(hold_claims), staticmethod(sections)
-
-    def settings(self, options: Options) -> dict[str, Any]:
-        """See :meth:`Study.settings`."""
-        networks = _networks(options)
+    def settings(self) -> dict[str, Any]:
         return {
-            "quick": options.quick,
-            "seed": options.seed,
-            "only": list(options.only),
-            "network": options.model,
-            "data": options.data is not None,
-            "trainings a case": {network.name: _seeds(network, options) for network in networks},
+            "only": list(self._options.only),
+            "network": self._options.model,
+            "data": self._options.data is not None,
+            "trainings a case": {network.name: _seeds(network, self._options) for network in self._networks},
             "stated costs, seconds": ", ".join(f"{name} {value:g}" for name, value in costs_of(STATED).items()),
         }
 
-    def tasks(self, options: Options) -> list[Task]:
-        """See :meth:`Study.tasks`."""
-        wanted = options.only or ONLY
+    def tasks(self) -> list[Task]:
+        wanted = self._options.only or ONLY
         tasks: list[Task] = []
         if SIMULATED in wanted:
-            for network in _networks(options):
-                tasks += _trainings(options, network)
+            for network in self._networks:
+                tasks += _trainings(self._options, network)
         if MODES in wanted:
-            seeds = list(range(options.repetitions or (_QUICK_MODE_SEEDS if options.quick else _MODE_SEEDS)))
-            variants = list(VARIANTS)[-1:] if options.quick else list(VARIANTS)
+            seeds = list(
+                range(self._options.repetitions or (_QUICK_MODE_SEEDS if self._options.quick else _MODE_SEEDS))
+            )
+            variants = list(VARIANTS)[-1:] if self._options.quick else list(VARIANTS)
             tasks += [Task(f"modes: {variant}", partial(_compare_modes, variant, seeds)) for variant in variants]
         if REAL in wanted:
-            reals, runs = (QUICK_REALS, 1) if options.quick else (REALS, options.repetitions or _REAL_RUNS)
+            reals, runs = (QUICK_REALS, 1) if self._options.quick else (REALS, self._options.repetitions or _REAL_RUNS)
             for repetition in range(runs):
                 for real in reals:
-                    run = partial(_measure, real, options.seed, repetition)
+                    run = partial(_measure, real, self._options.seed, repetition)
                     tasks.append(Task(f"real: {real.name}, {repetition}", run))
-            tasks.append(Task("real: all compared", partial(compare, seed=options.seed), derived=True))
+            tasks.append(Task("real: all compared", partial(compare, seed=self._options.seed), derived=True))
         return tasks
 
-    def left_out(self, options: Options) -> list[str]:
-        """See :meth:`Study.left_out`."""
+    def left_out(self) -> list[str]:
         told: list[str] = []
-        if not options.data:
+        if not self._options.data:
             told.append(f"{_named(READ)}: give the directory of the datasets with --data.")
-        if not options.quick and options.model not in [network.name for network in WIDE]:
+        if not self._options.quick and self._options.model not in [network.name for network in WIDE]:
             told.append(f"{_named(WIDE)}: take days on a CPU; select one with --data and --network.")
-        told += parts_left_out(options.only, ONLY)
-        if options.quick:
+        told += parts_left_out(self._options.only, ONLY)
+        if self._options.quick:
             told.append(
                 "All but one network, two numbers of workers, failures at random moments, and one run of each real "
                 "job; the comparison of all slices in one batch with slice by slice, except for the network with batch "
@@ -110,8 +105,7 @@ def _networks(options: Options) -> list[NetworkSpec]:
         ConfigError: if an option has an invalid value.
     """
     check_parts(options.only, ONLY)
-    if options.data is not None and not options.data.is_dir():
-        raise ConfigError(f"--data must be an existing directory, got {str(options.data)!r}")
+    check_data(options.data)
     if options.repetitions == 1:
         raise ConfigError(
             "--repetitions must be at least 2 for the resilience study, got 1: a single training run gives no interval"
@@ -232,3 +226,22 @@ def _together(about: Row, rows: Sequence[Row], by_case: Mapping[str, Sequence[Ro
 def _estimate(name: str, values: Sequence[float]) -> Row:
     mean, low, high, _ = Estimate.of(np.array(values))
     return {key: round(value, _PLACES) for key, value in ((name, mean), (f"{name}_low", low), (f"{name}_high", high))}
+
+
+STUDY = Study(
+    name="resilience",
+    title="Low-overhead resilience for data-parallel training: accuracy against time",
+    paper=(
+        "B. Nicolae, T. Hobson, O. Yildiz, T. Peterka, D. Morozov, Towards low-overhead resilience for data parallel "
+        "deep learning, CCGrid 2022"
+    ),
+    intervals=(
+        "95 % intervals: for a case, and for all cases together, Student's t over paired seeds; for ratios of cases, "
+        "bootstrap over the cases, which share their seeds; for real runs, bootstrap over the runs; for shares, Wilson."
+    ),
+    task_s=92.0,
+    quick_task_s=6.0,
+    plan=_Plan,
+    claims=hold_claims,
+    page=sections,
+)

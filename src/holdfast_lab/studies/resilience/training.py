@@ -154,12 +154,7 @@ def _trainer(
     kills = [_kill(rank, step, case.averaged, buckets) for rank, step in happening] if _is_failure(case) else []
     faults = FaultPlan(tuple(kills)).to_json() if kills else ""
     return VirtualDdp(
-        model,
-        optimizer,
-        changes=list(_changes(case, happening, network.steps)),
-        begin=begin,
-        faults=faults,
-        **settings,
+        model, optimizer, changes=list(_changes(case, happening, network.steps)), begin=begin, faults=faults, **settings
     )
 
 

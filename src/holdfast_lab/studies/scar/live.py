@@ -6,20 +6,17 @@ process. The worker is killed after the commit vote of its step, so that in both
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from holdfast.tools.against import cost_against
 from holdfast_lab.studies.base import FAILED, MEASURED, SHARE, Claim, Row, Task, statement
-from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.processes import RealJob, run_job
 from holdfast_lab.studies.stats import share_interval
 
 SCRIPTS = Path(__file__).with_name("workers")
@@ -85,29 +82,28 @@ def run_live(live: LiveRun) -> Row:
         folder = Path(name)
         kill = (*live.policy, "--inject", f"kill:rank={rank},step={step},phase=optimizer")
         runs = {"undisturbed": ("virtual", ()), "predicted": ("virtual", kill), "real": (live.fabric, kill)}
+        reports: dict[str, RealJob] = {}
         for run, (fabric, words) in runs.items():
-            code, said = _run(live, folder / run, fabric, words)
-            if code:
-                return {**about, "status": FAILED, "why": f"{run}: ended with exit status {code}: {said}"}
-        return {**about, "status": MEASURED, **_compared(folder)}
+            reports[run] = _run(live, folder / run, fabric, words)
+            if reports[run].failed:
+                return {**about, "status": FAILED, "why": f"{run}: {reports[run].failed}"}
+        return {**about, "status": MEASURED, **_compared(folder, reports["predicted"].report, reports["real"].report)}
 
 
-def _run(live: LiveRun, folder: Path, fabric: str, words: Sequence[str]) -> tuple[int, str]:
-    folder.mkdir()
-    command = [sys.executable, "-m", "holdfast", "run", "-n", live.workers, "--fabric", fabric, "--seed", live.seed]
-    command += [*words, "--no-page", "--report", folder / "report", SCRIPTS / "shards.py", "--shards", live.workers]
-    command += ["--epochs", live.epochs, "--batch", _BATCH, "--optimizer", live.optimizer, "--rate", live.rate]
-    return ended([str(word) for word in command], own_environment(), folder, _LIMIT_S)
+def _run(live: LiveRun, folder: Path, fabric: str, policy: Sequence[str]) -> RealJob:
+    words = ["-n", live.workers, "--fabric", fabric, "--seed", live.seed, *policy]
+    words += [SCRIPTS / "shards.py", "--shards", live.workers, "--epochs", live.epochs, "--batch", _BATCH]
+    return run_job([*words, "--optimizer", live.optimizer, "--rate", live.rate], folder, _LIMIT_S)
 
 
-def _compared(folder: Path) -> dict[str, Any]:
-    costs, reports = {}, {}
-    for run in ("predicted", "real"):
-        costs[run] = cost_against(folder / run / "report", folder / "undisturbed" / "report", "evaluation", _WINDOWS)
-        reports[run] = json.loads((folder / run / "report" / "report.json").read_text())
-    restored = reports["real"]["restored"]
+def _compared(folder: Path, predicted: Row, real: Row) -> Row:
+    undisturbed = folder / "undisturbed" / "report"
+    costs = {
+        run: cost_against(folder / run / "report", undisturbed, "evaluation", _WINDOWS) for run in ("predicted", "real")
+    }
+    restored = real["restored"]
     stale = restored[0]["stale_steps"] if restored else {"mean": math.nan, "max": 0}
-    failure = reports["real"]["failures"][0]
+    failure = real["failures"][0]
     return {
         "restored": sum(part["blocks"] for part in restored),
         "staleness": f"{stale['mean']:.2f} on average, {stale['max']} at most",
@@ -115,7 +111,7 @@ def _compared(folder: Path) -> dict[str, Any]:
         "cost": costs["real"]["iterations"],
         "predicted": costs["predicted"]["iterations"],
         "censored": costs["real"]["censored"],
-        "same_bits": reports["real"]["replicas"]["sha256"] == reports["predicted"]["replicas"]["sha256"],
+        "same_bits": real["replicas"]["sha256"] == predicted["replicas"]["sha256"],
         "killed": failure["kind"] == "kill" and failure["injected"],
         "recover_s": failure["recover_s"],
     }

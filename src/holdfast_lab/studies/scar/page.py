@@ -82,8 +82,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------
-# The headline
+# -- the headline
 
 
 def _headline_figure(trials: TrialRows) -> Section:
@@ -167,8 +166,7 @@ def _scatter(trials: TrialRows, skews: Mapping[str, float]) -> Section:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# Which blocks, and how near that is to the best
+# -- which blocks, and how near that is to the best
 
 
 def _fraction(fraction: float) -> str:

@@ -38,8 +38,7 @@ FLAT_TIMES = 1 / 4
 """A run has reached its floor if its rate over the last quarter is below this multiple of its average rate."""
 
 
-# ---------------------------------------------------------------------------------------------
-# Bounds
+# -- bounds
 
 
 def log_delta(sizes: ArrayLike, c: float) -> Numbers:
@@ -118,8 +117,7 @@ def check_rate(c: float) -> None:
         raise ConfigError(f"the rate c must be between 0 and 1, got {c}; a program whose c is 1 or more has no bound")
 
 
-# ---------------------------------------------------------------------------------------------
-# The rate
+# -- the rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +192,7 @@ def _slope_error(residuals: Numbers, steps: Numbers) -> float:
     return math.sqrt(variance / counting / spread)
 
 
-# ---------------------------------------------------------------------------------------------
-# The perturbed run, and the unperturbed one that it is compared with
+# -- the perturbed run, and the unperturbed one that it is compared with
 
 
 class Contraction(Program, Protocol):

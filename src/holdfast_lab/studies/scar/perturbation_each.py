@@ -200,8 +200,7 @@ def _rounded(name: str, dtype: torch.dtype) -> PerturbationKind:
     return PerturbationKind(name=f"rounded to {name}", make=lambda when, _: Rounded(when, dtype), is_drawn=False)
 
 
-# ---------------------------------------------------------------------------------------------
-# The runs
+# -- the runs
 
 
 def _row(

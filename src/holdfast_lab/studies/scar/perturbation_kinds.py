@@ -91,8 +91,7 @@ def _mend_all(state: State, program: Program) -> None:
     program.mend(state, torch.arange(program.blocks))
 
 
-# ---------------------------------------------------------------------------------------------
-# Added to the parameters
+# -- added to the parameters
 
 
 class RandomDirection:
@@ -189,8 +188,7 @@ class Rounded:
         _mend_all(state, program)
 
 
-# ---------------------------------------------------------------------------------------------
-# Blocks restored to earlier values
+# -- blocks restored to earlier values
 
 
 class Reset:

@@ -100,8 +100,7 @@ def cost_rows(program: Program, trials: int, seed: int, iterations: int = 300, w
     return _one_by_one(scene, trials, seed)
 
 
-# ---------------------------------------------------------------------------------------------
-# One run at a time
+# -- one run at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,8 +266,7 @@ def costs_of(scene: PerturbationScene, run: PerturbedRun, c: float) -> Perturbat
     return replace(found, loss_cost=np.array([in_loss.iterations]))
 
 
-# ---------------------------------------------------------------------------------------------
-# Rows
+# -- rows
 
 
 def _binned(program: Program, costs: dict[str, PerturbationCosts]) -> Iterator[Row]:

@@ -168,8 +168,7 @@ def _task(workers: WorkerPool, seed: int, _: Sequence[Row]) -> list[Row]:
     return workers.rows(held_rows, [seed])
 
 
-# ---------------------------------------------------------------------------------------------
-# Claims and table
+# -- claims and table
 
 
 def held_claims(rows: Sequence[Row]) -> list[Claim]:

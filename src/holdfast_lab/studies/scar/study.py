@@ -12,7 +12,18 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, EarlierPartFailed, Options, Row, Task, decided_by
+from holdfast_lab.studies.base import (
+    MEASURED,
+    NOT_RUN,
+    Claim,
+    EarlierPartFailed,
+    Options,
+    Row,
+    Study,
+    Task,
+    check_data,
+    decided_by,
+)
 from holdfast_lab.studies.pool import WorkerPool
 from holdfast_lab.studies.scar.claims import hold_claims
 from holdfast_lab.studies.scar.live import live_claims, live_tasks
@@ -40,61 +51,6 @@ _PARTS = 8
 """Number of parallel parts that the kinds of perturbations are divided into."""
 
 
-class Scar:
-    """The study; see the module's docstring."""
-
-    name = "scar"
-    title = "Partial recovery and priority checkpoints"
-    paper = (
-        "A. Qiao, B. Aragam, B. Zhang, E. P. Xing: Fault tolerance in iterative-convergent machine learning, ICML "
-        "2019, arXiv 1810.07354"
-    )
-    intervals = (
-        "95 % intervals: for iterations saved, bootstrap over the trials, paired by trial; a resample in which "
-        "rollback to a full checkpoint costs nothing counts as beyond both ends. For a mean cost of perturbations, "
-        "normal distribution. For a share of runs, Clopper-Pearson, above 1,000 runs the normal distribution."
-    )
-    task_s, quick_task_s = 15.5, 6.7
-
-    def settings(self, options: Options) -> dict[str, Any]:
-        """See :meth:`Study.settings`."""
-        plan = _Plan(options)
-        return {
-            "quick": options.quick,
-            "seed": options.seed,
-            "programs": [entry.name for entry in plan.entries],
-            "trials": plan.trials,
-            "all saved once in": [f"{entry.every} iterations" for entry in plan.entries],
-            "loss averaged over": [f"{entry.window} iterations" for entry in plan.entries],
-            "options": [f"{name} = {value}" for entry in plan.entries for name, value in entry.options],
-            "data": "those that need no files" if options.data is None else f"files in {options.data}",
-        }
-
-    def tasks(self, options: Options) -> list[Task]:
-        """See :meth:`Study.tasks`.
-
-        Raises:
-            ConfigError: if a requested program does not exist, or needs files.
-        """
-        return _Plan(options).tasks()
-
-    def left_out(self, options: Options) -> list[str]:
-        """See :meth:`Study.left_out`."""
-        return _Plan(options).left_out()
-
-    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """See :meth:`Study.claims`."""
-        return [
-            *hold_claims(rows, seed),
-            *decided_by(["live"], live_claims(rows)),
-            *decided_by(["held"], held_claims(rows)),
-        ]
-
-    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """See :meth:`Study.page`."""
-        return sections(rows)
-
-
 class _Plan:
     """The programs and tasks of a run of the study."""
 
@@ -103,8 +59,7 @@ class _Plan:
             raise ConfigError(
                 f"--network cannot be used with this study, got {options.model!r}; choose programs with --only"
             )
-        if options.data is not None and not options.data.is_dir():
-            raise ConfigError(f"--data must be an existing directory, got {str(options.data)!r}")
+        check_data(options.data)
         self._options = options
         self._workers = WorkerPool(preload=[__name__])
         self.entries = self._chosen()
@@ -149,6 +104,16 @@ class _Plan:
                 "other shares and fractions, perturbations, several failures, and policies beyond the paper."
             )
         return told
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "programs": [entry.name for entry in self.entries],
+            "trials": self.trials,
+            "all saved once in": [f"{entry.every} iterations" for entry in self.entries],
+            "loss averaged over": [f"{entry.window} iterations" for entry in self.entries],
+            "options": [f"{name} = {value}" for entry in self.entries for name, value in entry.options],
+            "data": "those that need no files" if self._options.data is None else f"files in {self._options.data}",
+        }
 
     def tasks(self) -> list[Task]:
         tasks = []
@@ -259,6 +224,31 @@ class _Plan:
                 }
             ]
         return [row | {"best": row["loss"] == least} for row in rows]
+
+
+def _claims(rows: Sequence[Row], seed: int) -> list[Claim]:
+    of_others = [*decided_by(["live"], live_claims(rows)), *decided_by(["held"], held_claims(rows))]
+    return [*hold_claims(rows, seed), *of_others]
+
+
+STUDY = Study(
+    name="scar",
+    title="Partial recovery and priority checkpoints",
+    paper=(
+        "A. Qiao, B. Aragam, B. Zhang, E. P. Xing: Fault tolerance in iterative-convergent machine learning, ICML "
+        "2019, arXiv 1810.07354"
+    ),
+    intervals=(
+        "95 % intervals: for iterations saved, bootstrap over the trials, paired by trial; a resample in which "
+        "rollback to a full checkpoint costs nothing counts as beyond both ends. For a mean cost of perturbations, "
+        "normal distribution. For a share of runs, Clopper-Pearson, above 1,000 runs the normal distribution."
+    ),
+    task_s=15.5,
+    quick_task_s=6.7,
+    plan=_Plan,
+    claims=_claims,
+    page=sections,
+)
 
 
 def _ready(course: ProgramRun, known: Sequence[Row]) -> ProgramRun | None:

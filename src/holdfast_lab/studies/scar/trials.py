@@ -68,8 +68,7 @@ class ProgramRun:
         return math.ceil(_CAP * self.last)
 
 
-# ---------------------------------------------------------------------------------------------
-# A run
+# -- a run
 
 
 def run_on(program: Program, state: State, losses: list[float], course: ProgramRun) -> None:
@@ -207,8 +206,7 @@ class FollowedRun:
         return WAYS[policy.restore](scene)
 
 
-# ---------------------------------------------------------------------------------------------
-# Trials
+# -- trials
 
 
 def trial(course: ProgramRun, kind: str, number: int, policies: Policies) -> list[Row]:

@@ -58,8 +58,7 @@ def partial_of(nodes: int) -> str:
     return PARTIAL if nodes == NODES // 2 else f"{PARTIAL}, {nodes}/{NODES} lost"
 
 
-# ---------------------------------------------------------------------------------------------
-# Verdicts
+# -- verdicts
 
 
 def at_least(words: str, source: str, least: float, found: Mapping[str, Measured], unit: str = "%") -> Claim:

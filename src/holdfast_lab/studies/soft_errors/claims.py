@@ -69,8 +69,7 @@ def _of_each(words: str, source: str, claims: Sequence[Claim | None]) -> list[Cl
     return checked or [statement(words, source)]
 
 
-# ---------------------------------------------------------------------------------------------
-# Cells
+# -- cells
 
 
 def counted(cells: Iterable[Row], column: str = "harmed", **wanted: Any) -> Counted:
@@ -97,8 +96,7 @@ def _show(counted: Counted) -> str:
     return f"{share:.1f} % [{low:.1f}, {high:.1f}] of {counted[1]}"
 
 
-# ---------------------------------------------------------------------------------------------
-# Claims
+# -- claims
 
 
 def _trained(cells: Sequence[Row]) -> list[tuple[str, str, str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import Options, Row, Task, check_parts
+from holdfast_lab.studies.base import Options, Row, Study, Task, check_parts
 from holdfast_lab.studies.campaign import run_campaign
 from holdfast_lab.studies.campaign_plan import Campaign, StopRule
 from holdfast_lab.studies.campaign_table import each_row
@@ -51,55 +51,6 @@ _RESTART, _QUICK_RESTART = 20, 4
 _WIDTH = 0.05
 
 
-class SoftErrors:
-    """See the module docstring."""
-
-    name = "soft-errors"
-    title = "Soft errors in data-parallel and model-parallel training"
-    paper = (
-        "E. Rojas, D. Perez, E. Meneses: A characterization of soft-error sensitivity in data-parallel and "
-        "model-parallel distributed deep learning, JPDC 2024; with J. Calhoun, L. Bautista-Gomez, T. Jones, CLUSTER "
-        "2021; SBAC-PAD 2022"
-    )
-    intervals = (
-        "Intervals are 95 % intervals: of a share of trials Wilson's, of a difference over many settings by "
-        "bootstrap over the settings."
-    )
-    task_s, quick_task_s = 280.0, 20.0
-    claims, page = staticmethod(hold_claims), staticmethod(sections)
-
-    def settings(self, options: Options) -> dict[str, Any]:
-        """See :meth:`Study.settings`."""
-        plan = _Plan(options)
-        base = plan.base
-        return {
-            "quick": options.quick,
-            "seed": options.seed,
-            "platforms": list(plan.platforms),
-            "experiments": list(plan.experiments),
-            "network": _trained(base),
-            "further networks": [_trained(other) for other in plan.others],
-            "batch": base.batch,
-            "optimizer": f"{base.optimizer}, with ReduceLROnPlateau on the mean training loss",
-            "epochs after the restart": base.epochs,
-            "processes": plan.processes,
-            "trials per cell": plan.trials,
-            "trials per cell of large networks": plan.large_trials,
-        }
-
-    def tasks(self, options: Options) -> list[Task]:
-        """See :meth:`Study.tasks`.
-
-        Raises:
-            ConfigError: if an unknown platform or network is asked for, or the data are missing.
-        """
-        return _Plan(options).tasks()
-
-    def left_out(self, options: Options) -> list[str]:
-        """See :meth:`Study.left_out`."""
-        return _Plan(options).left_out()
-
-
 class _Plan:
     """What is run, and how."""
 
@@ -107,8 +58,7 @@ class _Plan:
         self._options = options
         known = PLATFORMS if options.quick else (*PLATFORMS, *EXPERIMENTS)
         check_parts(options.only, known)
-        if options.model and options.model not in NETWORKS:
-            raise ConfigError(f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}")
+        check_parts([options.model] if options.model else [], NETWORKS, "--network")
         standing = QUICK_PLATFORMS if options.quick else PLATFORMS
         self.platforms = _named(options.only, PLATFORMS) or standing
         self.experiments = (QUICK,) if options.quick else _named(options.only, EXPERIMENTS) or EXPERIMENTS
@@ -136,6 +86,20 @@ class _Plan:
             test_limit=limits.get("test_limit"),
             size=None if dataset.startswith("cifar") else limits.get("size"),
         )
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "platforms": list(self.platforms),
+            "experiments": list(self.experiments),
+            "network": _trained(self.base),
+            "further networks": [_trained(other) for other in self.others],
+            "batch": self.base.batch,
+            "optimizer": f"{self.base.optimizer}, with ReduceLROnPlateau on the mean training loss",
+            "epochs after the restart": self.base.epochs,
+            "processes": self.processes,
+            "trials per cell": self.trials,
+            "trials per cell of large networks": self.large_trials,
+        }
 
     def tasks(self) -> list[Task]:
         if self._options.quick:
@@ -180,7 +144,7 @@ class _Plan:
         cells, is_large = cells_of(pairs), pairs[0][1].network in LARGE
         path = self._options.out / (LARGE_TABLE if is_large else TABLE)
         campaign = Campaign(
-            name=SoftErrors.name,
+            name=STUDY.name,
             seed=self._options.seed,
             cells=cells,
             prepare=prepare,
@@ -211,6 +175,26 @@ class _Plan:
         kept = ("outcome", *FACTORS)  # the other columns of so many rows would only take memory
         trials = [{name: row[name] for name in kept if name in row} for row in there]
         return explained_rows(trials, self._options.seed) if trials else []
+
+
+STUDY = Study(
+    name="soft-errors",
+    title="Soft errors in data-parallel and model-parallel training",
+    paper=(
+        "E. Rojas, D. Perez, E. Meneses: A characterization of soft-error sensitivity in data-parallel and "
+        "model-parallel distributed deep learning, JPDC 2024; with J. Calhoun, L. Bautista-Gomez, T. Jones, CLUSTER "
+        "2021; SBAC-PAD 2022"
+    ),
+    intervals=(
+        "Intervals are 95 % intervals: of a share of trials Wilson's, of a difference over many settings by "
+        "bootstrap over the settings."
+    ),
+    task_s=280.0,
+    quick_task_s=20.0,
+    plan=_Plan,
+    claims=hold_claims,
+    page=sections,
+)
 
 
 def _stop(trials: int) -> StopRule:

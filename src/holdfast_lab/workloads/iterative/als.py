@@ -86,10 +86,7 @@ class AlsProblem:
         self.of_users = _side(self.train.users, self.train.items, self.train.values, self.num_users)
         self.of_items = _side(self.train.items, self.train.users, self.train.values, self.num_items)
         self.counts = torch.cat(
-            [
-                self.train.users.bincount(minlength=self.num_users),
-                self.train.items.bincount(minlength=self.num_items),
-            ]
+            [self.train.users.bincount(minlength=self.num_users), self.train.items.bincount(minlength=self.num_items)]
         ).float()
         """Number of training ratings of each row, users before items."""
 

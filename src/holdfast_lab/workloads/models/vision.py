@@ -54,8 +54,7 @@ def alexnet(num_classes: int, image: Image, *, width: int = 64) -> NetworkLayout
             lambda: nn.Sequential(*convolution(4 * width, 4 * width, 3, padding=1), pool(), nn.AdaptiveAvgPool2d(left)),
         ),
         Block(
-            "fc6",
-            lambda: nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(4 * width * left**2, hidden), nn.ReLU()),
+            "fc6", lambda: nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(4 * width * left**2, hidden), nn.ReLU())
         ),
         Block("fc7", lambda: nn.Sequential(nn.Dropout(), nn.Linear(hidden, hidden), nn.ReLU())),
         Block("fc8", lambda: nn.Linear(hidden, num_classes)),

@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,20 +51,6 @@ class SaveMeter:
             with self.part("write"):
                 file.close()
 
-    @contextmanager
-    def compressor(self) -> Iterator[None]:
-        """Count the time in zlib as ``compress``."""
-        original = zlib.compressobj
-
-        def timed(*args: Any, **options: Any) -> TimedCompressor:
-            return TimedCompressor(original(*args, **options), self)
-
-        zlib.compressobj = timed  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            zlib.compressobj = original
-
 
 class TimedFile:
     """A file that reports its write times to a meter; all other calls pass through."""
@@ -81,24 +66,6 @@ class TimedFile:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
-
-
-class TimedCompressor:
-    """A zlib compressor that reports its times to a meter."""
-
-    def __init__(self, compressor: Any, meter: SaveMeter) -> None:
-        self._compressor = compressor
-        self._meter = meter
-
-    def compress(self, data: Any) -> bytes:
-        """Compress, and count the time."""
-        with self._meter.part("compress"):
-            return bytes(self._compressor.compress(data))
-
-    def flush(self, *mode: int) -> bytes:
-        """Finish, and count the time."""
-        with self._meter.part("compress"):
-            return bytes(self._compressor.flush(*mode))
 
 
 @dataclass(frozen=True)
@@ -279,7 +246,7 @@ def save(way: SaveMethod, state: Any, folder: Path) -> Row:
         "blocked_s": returned_s,
         "gather_s": parts_s.get("gather", 0.0),
         "serialise_s": rest_s if way.divided else None,
-        "compress_s": parts_s.get("compress", 0.0) if way.divided else None,
+        "compress_s": 0.0 if way.divided else None,
         "write_s": parts_s.get("write", 0.0) if way.divided else None,
         "undivided_s": None if way.divided else rest_s,
         "sync_s": parts_s["sync"],

@@ -103,8 +103,7 @@ def _noise(network: str, samples: int) -> TensorDataset:
     return TensorDataset(images, torch.randint(10, (samples,), generator=generator))
 
 
-# ---------------------------------------------------------------------------------------------
-# The variants: endless generators that yield before each step, when the previous update is complete
+# -- the variants: endless generators that yield before each step, when the previous update is complete
 
 
 def ordered(training: CostTraining, **settings: Any) -> Iterator[None]:
@@ -189,8 +188,7 @@ def ddp(training: CostTraining, wrapped: nn.parallel.DistributedDataParallel) ->
         step += 1
 
 
-# ---------------------------------------------------------------------------------------------
-# The timed comparison
+# -- the timed comparison
 
 
 class CostRace:

@@ -73,13 +73,7 @@ class _Records:
 
 
 def train(
-    setup: GuardSetup,
-    guard: str,
-    *,
-    seed: int,
-    epochs: int,
-    begin: State | None = None,
-    fault: Fault | None = None,
+    setup: GuardSetup, guard: str, *, seed: int, epochs: int, begin: State | None = None, fault: Fault | None = None
 ) -> GuardResult:
     """Train, and return the result.
 
