@@ -410,7 +410,7 @@ class C10dCommunicator(SingleRankCommunicator):
             if self._making is not None or generation != self._roster.generation or self._me not in members:
                 return
             prefix = f"g/{generation}/act/addresses/"
-            exchange = AddressExchange(self._store, prefix, self._me, members, FOREVER.total_seconds())
+            exchange = AddressExchange(self._store, prefix, self._me, FOREVER.total_seconds())
             place, size, store, timeout_s = members.index(self._me), len(members), self._store, self._timeout_s
             # The address may take a look-up of names, which must not hold up the thread that notes changes of the store.
             made = ThreadedWork(lambda: make_gloo(exchange, place, size, store.own_address, timeout_s))

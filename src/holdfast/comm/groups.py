@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -147,16 +147,14 @@ class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch h
         store: The membership store.
         prefix: Prefix of the keys of an act that gathers texts, see :mod:`holdfast.membership.acts`.
         rank: This worker.
-        members: The members of the process group.
         timeout_s: Time within which all of them must have published their address.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, members: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, timeout_s: float) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix
         self._rank = rank
-        self._members = members
         self._timeout_s = timeout_s
         self._addresses: dict[str, bytes] = {}
         self._has_published = self._given_up = False
@@ -189,7 +187,7 @@ class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch h
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
-        if not self._addresses and (texts := gathered(self._store, self._prefix, self._members)):
+        if not self._addresses and (texts := gathered(self._store, self._prefix)):
             pairs = (text.split(" ") for text in texts.values())
             self._addresses = {key: base64.b64decode(value) for key, value in pairs}
         return all(key in self._addresses for key in keys)

@@ -1,8 +1,8 @@
 """Acts: the members of a generation each cast a vote, and all of them read one decision.
 
-Votes are many and decisions are few. A store that counts the votes itself (:class:`Tally`) sends only decisions to its
-clients; over any other store each member counts, and the first one creates the decision. Both call :func:`decide`. A
-node's launcher casts the votes of its workers together (:class:`NodeVotes`).
+Votes are many and decisions are few. The store counts the votes (:class:`Tally`), and its clients see only decisions:
+a hub counts each vote once, of etcd's clients each counts, and the first one creates the decision. A node's launcher
+casts the votes of its workers together (:class:`NodeVotes`).
 
 ==========================  =================================================
 ==========================  =================================================
@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _VOTE = re.compile(
     r"(?P<act>(?P<scope>.*?)g/(?P<generation>[0-9]+)/act/(?P<name>[^/]+)/)(?:node/[^/]+|(?P<rank>[0-9]+))"
@@ -189,8 +190,16 @@ class _Act:
     is_done: bool = False
 
 
+class Decision(NamedTuple):
+    """A key to create now and its value, and the act that it decides: a prefix of the keys of its votes."""
+
+    key: str
+    value: str
+    act: str
+
+
 class Tally:
-    """Counts votes for a store that sees every change first: each call of :meth:`note` is one change.
+    """Counts votes for a store: each call of :meth:`note` is one change, in the order in which the store made them.
 
     What is written must have passed :func:`check_vote`.
     """
@@ -201,8 +210,8 @@ class Tally:
         self._dead: set[int] = set()
         self._joins: dict[str, dict[int, str]] = {}
 
-    def note(self, key: str, value: str | None) -> list[tuple[str, str]]:
-        """Take note of a change (None: the key was removed); return the keys to create now, with their values."""
+    def note(self, key: str, value: str | None) -> list[Decision]:
+        """Take note of a change (None: the key was removed); return the decisions that follow."""
         if vote := vote_key(key):
             return self._note_vote(vote, value)
         if key.startswith(_DEAD) and (rank := key[len(_DEAD) :]).isdecimal():
@@ -217,7 +226,7 @@ class Tally:
                 waiting[int(match["rank"])] = value
         return []
 
-    def _note_vote(self, vote: VoteKey, value: str | None) -> list[tuple[str, str]]:
+    def _note_vote(self, vote: VoteKey, value: str | None) -> list[Decision]:
         if value is None:
             self._acts.pop(vote.act, None)
             return []
@@ -227,19 +236,19 @@ class Tally:
             act.votes[int(rank)] = text
         return self._decide([act])
 
-    def _note_members(self, at: tuple[str, int], value: str | None) -> list[tuple[str, str]]:
+    def _note_members(self, at: tuple[str, int], value: str | None) -> list[Decision]:
         self._members.pop(at, None)
         if value is not None:
             self._members[at] = frozenset(decode_members(value))
         return self._decide([act for act in self._acts.values() if (act.key.scope, act.key.generation) == at])
 
-    def _decide(self, acts: Iterable[_Act]) -> list[tuple[str, str]]:
+    def _decide(self, acts: Iterable[_Act]) -> list[Decision]:
         decided = []
         for act in acts:
             members = self._members.get((act.key.scope, act.key.generation))
             if not act.is_done and act.votes and members is not None and self._is_complete(act, members):
                 act.is_done = True
-                decided.append(self._decision(act, members))
+                decided.append(Decision(*self._decision(act, members), act.key.act))
         return decided
 
     def _is_complete(self, act: _Act, members: frozenset[int]) -> bool:

@@ -77,16 +77,6 @@ class HubStore(Store):
         self._thread.start()
 
     @property
-    def counts_votes(self) -> bool:
-        """See :attr:`Store.counts_votes`."""
-        return True
-
-    @property
-    def decides_once(self) -> bool:
-        """See :attr:`Store.decides_once`; a relay says whether the store behind it does."""
-        return self._decides_once
-
-    @property
     def own_address(self) -> str:
         """See :attr:`Store.own_address`."""
         return self._own_address
@@ -256,7 +246,6 @@ class HubStore(Store):
 
     def _take_greeting(self, message: dict[str, Any]) -> None:
         self._route = message.get("address", "")
-        self._decides_once = bool(message.get("decides_once", True))
         if beat_s(message["lease_s"]) != self._beat_s:
             self._keep_time(message["lease_s"])
 

@@ -33,16 +33,6 @@ class StoreScope(Store):
         """See :attr:`Store.lost`."""
         return self._store.lost
 
-    @property
-    def counts_votes(self) -> bool:
-        """See :attr:`Store.counts_votes`."""
-        return self._store.counts_votes
-
-    @property
-    def decides_once(self) -> bool:
-        """See :attr:`Store.decides_once`."""
-        return self._store.decides_once
-
     def key_for(self, purpose: str) -> bytes:
         """See :meth:`Store.key_for`."""
         return self._store.key_for(self._prefix + purpose)
