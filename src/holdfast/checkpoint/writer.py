@@ -72,7 +72,7 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Writes checkpoints one after another, and calls ``after_commit`` when one is complete.
+    """Writes checkpoints one after another, and calls ``after_commit`` with the step of each that is complete.
 
     With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return; so it does if the
     system refuses the thread. If it is
@@ -85,7 +85,7 @@ class CheckpointWriter:
         *,
         background: bool,
         incremental: bool = False,
-        after_commit: Callable[[], None] = lambda: None,
+        after_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._checkpoints = checkpoints
         self._background = background
@@ -258,7 +258,7 @@ class CheckpointWriter:
             if job.pending is not None and job.finish is not None:
                 job.saved = job.finish(job.pending)
             if job.saved is not None:
-                self._after_commit()
+                self._after_commit(job.step)
         except Exception as error:
             job.error = error
         if job.abandoned:
