@@ -17,7 +17,7 @@ from holdfast.comm.memory import as_bytes
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed
 from holdfast.membership import Store
-from holdfast.membership.scope import StoreScope
+from holdfast.membership.scope import store_scope
 
 _SCOPE = "dist/"
 """A session in the same script has agreements of its own, in the same store."""
@@ -42,7 +42,7 @@ class C10dMessageCommunicator(C10dCommunicator):
 
     def __init__(self, store: Store, rank: int, first_members: Sequence[int]) -> None:
         is_first = rank in first_members
-        super().__init__(StoreScope(store, _SCOPE), rank, first_members if is_first else None)
+        super().__init__(store_scope(store, _SCOPE), rank, first_members if is_first else None)
         if not is_first:
             with waiting:
                 self._roster.join_at_once()

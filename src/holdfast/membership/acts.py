@@ -20,7 +20,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,33 +113,6 @@ def decode_members(text: str) -> tuple[int, ...]:
     if sum(ends[1::2]) - sum(ends[::2]) + len(runs) > _MAX_MEMBERS:
         raise ValueError(f"a job may have {_MAX_MEMBERS} workers, got {text:.80}")
     return tuple(itertools.chain.from_iterable(range(first, last + 1) for first, last in runs))
-
-
-class MixedVotes(Exception):
-    """Members take part in different acts at the same point; the argument is a list of them."""
-
-
-def decide(votes: Mapping[int, RosterVote], dead: Collection[int], newcomers: Callable[[int], Collection[int]]) -> str:
-    """Return the decision of an act in which every member has voted that is not dead.
-
-    Args:
-        votes: The votes, also of members that have died since.
-        dead: The members that are known to be dead.
-        newcomers: Returns the workers that wait to be admitted to a training loop.
-
-    Raises:
-        MixedVotes: if not all members take part in the same act.
-    """
-    (act, *other_acts) = dict.fromkeys(vote.act for vote in votes.values())
-    if other_acts:
-        raise MixedVotes(sorted(rank for rank, vote in votes.items() if vote.act != act))
-    if act == "agree":
-        return json.dumps(not dead and all(vote.flag for vote in votes.values()))
-    alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
-    stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
-    loops = {vote.admits for vote in alive.values()}
-    admitted = newcomers(loops.pop()) if len(loops) == 1 else ()
-    return encode_members({*stay, *admitted})
 
 
 @functools.lru_cache(maxsize=256)  # most members of a job cast the same votes
@@ -263,21 +236,23 @@ class Tally:
         return any(scope == key.scope and number > key.generation for scope, number in self._members)
 
     def _decision(self, act: _Act, members: frozenset[int]) -> tuple[str, str]:
+        """Return key and value of the decision of an act in which every member has voted that is not dead."""
         if act.key.gathers:
             return act.key.decision, json.dumps({rank: text for rank, text in act.votes.items() if text})
         votes = {rank: parse_vote(text) for rank, text in act.votes.items()}
-        waiting = self._joins.get(act.key.scope, {})
-
-        def newcomers(loop: int) -> list[int]:
-            gone = members | self._dead  # a member may not have removed its request yet
-            return [rank for rank, wish in waiting.items() if _loop(wish) == loop and rank not in gone]
-
-        try:
-            decision = decide(votes, members & self._dead, newcomers)
-        except MixedVotes as error:
-            return f"{act.key.act}mixed", json.dumps(error.args[0])
-        shrinks = next(iter(votes.values())).act == "shrink"
-        return (act.key.next_members if shrinks else act.key.decision), decision
+        (kind, *other_kinds) = dict.fromkeys(vote.act for vote in votes.values())
+        if other_kinds:
+            return f"{act.key.act}mixed", json.dumps(sorted(rank for rank, vote in votes.items() if vote.act != kind))
+        if kind == "agree":
+            agreed = not members & self._dead and all(vote.flag for vote in votes.values())
+            return act.key.decision, json.dumps(agreed)
+        alive = {rank: vote for rank, vote in votes.items() if rank not in self._dead}
+        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
+        loops = {vote.admits for vote in alive.values()}
+        waiting = self._joins.get(act.key.scope, {}) if len(loops) == 1 else {}
+        gone = members | self._dead  # a member may not have removed its request yet
+        admitted = [rank for rank, wish in waiting.items() if _loop(wish) in loops and rank not in gone]
+        return act.key.next_members, encode_members({*stay, *admitted})
 
 
 class NodeVotes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import itertools
 import logging
 import math
@@ -22,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
@@ -35,10 +34,7 @@ from holdfast.membership.gateway import (
     EtcdUnavailable,
     decode,
     encode,
-    parse_object,
-    sockets_of,
     under,
-    wake,
 )
 from holdfast.membership.store import (
     LEASE_S,
@@ -57,8 +53,6 @@ SUPPORTED = (3, 5, 6)
 """The first version whose data stay consistent when members crash, with users, too."""
 _NAP_S = 0.1
 _PAGE = 256
-
-_PROBES = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
 class EtcdStore(Store):
@@ -95,9 +89,7 @@ class EtcdStore(Store):
         self._decisions: queue.SimpleQueue[tuple[Decision, tuple[str, str]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._asking = threading.Lock()
-        self._line, self._beat_line = EtcdConnection(self._cluster), EtcdConnection(self._cluster)
-        self._watched: http.client.HTTPConnection | None = None
-        self._watched_member = self._cluster.member
+        self._line, self._beat_line, self._watch_line = (EtcdConnection(self._cluster) for _ in range(3))
         super().__init__()  # from here on, a fork closes open sockets
         self._begin()
         self._threads = [
@@ -235,8 +227,8 @@ class EtcdStore(Store):
         self._note_lost(f"the connection to etcd at {self._where} is lost: {why}")
         self._closing.set()
         self._decisions.put(None)
-        for each in self._sockets():
-            wake(each)
+        for line in (self._line, self._beat_line, self._watch_line):
+            line.wake()
 
     # -- decisions
 
@@ -283,7 +275,8 @@ class EtcdStore(Store):
                 nap_s, why = _NAP_S, str(error)
             if silence.is_too_long():
                 self._lose(why)
-            self._rewatch()
+            if self._watch_line.member != self._cluster.member:
+                self._watch_line.wake()  # the member that it watches may hang, or be cut off from the majority
         self._beat_line.drop()
 
     def _show_life(self) -> None:
@@ -294,12 +287,6 @@ class EtcdStore(Store):
                 self._lease = ""  # it has expired
         seen = self._revision
         self._has_kept(self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True}), seen)
-
-    def _rewatch(self) -> None:
-        """Move the watch to the member that answers requests: another one may hang, or be cut off from the majority."""
-        if self._watched_member != self._cluster.member:
-            for each in sockets_of(self._watched):
-                wake(each)
 
     # -- local copy, in a thread
 
@@ -325,40 +312,22 @@ class EtcdStore(Store):
             self._advance(request["revision"])
 
     def _watch(self) -> None:
-        silence = self._new_silence()
+        silence, line = self._new_silence(), self._watch_line
         while not self._closing.is_set():
-            member, why = self._cluster.member, "it ended the watch"
+            wish = under(self._prefix) | {"start_revision": str(self._revision + 1), "fragment": True}
+            why = "it ended the watch"
             try:
-                for result in self._changes(member):
+                for result in line.stream("watch", {"create_request": wish}):
                     silence.broken(time.monotonic())
-                    if not self._take(result):
+                    if self._lost or not self._take(result):
                         break
-            except (*gateway.FAILURES, EtcdRefused) as error:
+            except (EtcdUnavailable, EtcdRefused, ValueError, KeyError) as error:
                 why = str(error)
+            line.drop()
             if silence.is_too_long():
                 self._lose(why)
-            self._cluster.give_up(member)
+            self._cluster.give_up(line.member)
             self._closing.wait(_NAP_S)
-
-    def _changes(self, member: tuple[str, int]) -> Iterator[dict[str, Any]]:
-        """Yield the results of a watch, until it ends."""
-        wish = under(self._prefix) | {"start_revision": str(self._revision + 1), "fragment": True}
-        connection = self._cluster.connect(member)
-        self._watched, self._watched_member = connection, member
-        try:
-            response = self._cluster.request(connection, "watch", {"create_request": wish})
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, seconds in _PROBES:
-                connection.sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
-            connection.sock.settimeout(None)
-            while not self._lost and (line := response.readline()):
-                message = parse_object(line)
-                if "error" in message:
-                    raise EtcdUnavailable(str(message["error"]))
-                yield message["result"]
-        finally:
-            self._watched = None
-            connection.close()
 
     def _take(self, result: dict[str, Any]) -> bool:
         """Apply a result to the local copy; return whether the watch continues."""
@@ -384,7 +353,7 @@ class EtcdStore(Store):
         return decode(pair["key"]).removeprefix(self._prefix)
 
     def _sockets(self) -> list[socket.socket]:
-        return [*self._line.sockets, *self._beat_line.sockets, *sockets_of(self._watched)]
+        return [*self._line.sockets, *self._beat_line.sockets, *self._watch_line.sockets]
 
     def _forget(self) -> None:
         super()._forget()
