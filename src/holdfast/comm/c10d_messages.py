@@ -52,12 +52,10 @@ class C10dMessageCommunicator(C10dCommunicator):
             self.barrier()
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Start a send; see :meth:`MessageCommunicator.start_send`."""
         place = self._index(rank)
         return self._start(lambda group: group.send([as_bytes(data)], place, tag), lambda _: -1, data)
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Start a receive; see :meth:`MessageCommunicator.start_receive`."""
         if rank is None:
             members = self.members
             return self._start(
@@ -73,7 +71,6 @@ class C10dMessageCommunicator(C10dCommunicator):
         return Message(_Request(ThreadedWork(work.wait, keep=data), lambda: source(work)), data)
 
     def test(self, message: Message) -> int | None:
-        """Test a message for completion; see :meth:`MessageCommunicator.test`."""
         self._check_thread()
         request: _Request = message.request
         if not request.wait.is_completed():
@@ -87,9 +84,7 @@ class C10dMessageCommunicator(C10dCommunicator):
         """Do nothing: the thread that waits for a message keeps its memory; see :meth:`MessageCommunicator.abandon`."""
 
     def is_revoked(self) -> bool:
-        """Return whether a peer has revoked this generation."""
         return self._roster.is_revoked()
 
     def revoke_from_outside(self) -> None:
-        """Revoke; see :meth:`MessageCommunicator.revoke_from_outside`. ``StoreLost`` if the store is lost."""
         self._roster.revoke()

@@ -64,7 +64,6 @@ class ThreadedWork:
         self._thread.start()
 
     def is_completed(self) -> bool:
-        """See :meth:`GroupWork.is_completed`."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: timedelta = FOREVER) -> Any:

@@ -129,13 +129,11 @@ class EtcdStore(Store):
         return best_address(self._cluster.members)
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
-        """See :meth:`Store.put`."""
         check_size(key, value)
         answer = self._request("kv/put", self._pair(key, value), leased=leased)
         self._catch_up(answer["header"]["revision"])
 
     def create(self, key: str, value: str) -> bool:
-        """See :meth:`Store.create`."""
         check_size(key, value)
         pair = self._pair(key, value)
         body = {
@@ -152,7 +150,6 @@ class EtcdStore(Store):
         return bool(entry["value"] == pair["value"])  # our own value: the answer to the first attempt was lost
 
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         check_size(key, "")
         path = self._prefix + key
         answer = self._request("kv/deleterange", under(path) if key.endswith("/") else {"key": encode(path)})
@@ -160,7 +157,6 @@ class EtcdStore(Store):
             self._catch_up(answer["header"]["revision"])
 
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         self._lose("the connection was closed here")
         for thread in self._threads:
             if thread is not threading.current_thread():

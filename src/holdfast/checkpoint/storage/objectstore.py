@@ -55,7 +55,6 @@ class S3Client(ObjectClient):
         )
 
     def explain(self, error: Exception) -> str | None:
-        """See :meth:`ObjectClient.explain`."""
         text = str(error)
         status, code = found(r"status code: (\d+)", text), found(r"<Code>(\w+)</Code>", text)
         at = {"bucket": self._bucket, "endpoint": self._endpoint or "AWS", "code": code or status or "redirect"}

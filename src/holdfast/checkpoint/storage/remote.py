@@ -57,14 +57,12 @@ class RemoteStorage:
         self._thread_local = threading.local()
 
     def names(self, folder: str) -> list[str]:
-        """See :meth:`Storage.names`."""
         try:
             return sorted(self._call("list", folder, self._objects.children, folder))
         except _NotThere:
             return []
 
     def read(self, path: str) -> bytes | None:
-        """See :meth:`Storage.read`."""
         with suppress(_NotThere):  # a size request cannot tell a missing bucket from a missing object; get() can
             size = self._call("read", path, self._objects.size, path)
             if size > MAX_BYTES:
@@ -76,7 +74,6 @@ class RemoteStorage:
 
     @contextmanager
     def reader(self, path: str) -> Iterator[RemoteReader]:
-        """See :meth:`Storage.reader`."""
         try:
             size = self._call("read", path, self._objects.size, path)
             yield RemoteReader(lambda start, end: self._read_range(path, start, end), size)
@@ -119,11 +116,9 @@ class RemoteStorage:
             )
 
     def link(self, path: str, name: str) -> bool:
-        """See :meth:`Storage.link`."""
         return False
 
     def put(self, path: str, data: bytes) -> None:
-        """See :meth:`Storage.put`."""
         self._give_up_staging(path)
         self._call("write", path, self._objects.put, path, data, size_bytes=len(data))
         if self.read(path) != data:
@@ -132,7 +127,6 @@ class RemoteStorage:
             )
 
     def remove(self, path: str) -> None:
-        """See :meth:`Storage.remove`."""
         self._give_up_staging(path)
         try:
             self._call("remove", path, self._objects.remove, path)
@@ -209,7 +203,6 @@ class RemoteReader:
         self.size_bytes = size_bytes
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """See :meth:`Reader.read_into`."""
         end = min(offset + len(out), self.size_bytes)
         if end <= offset:
             return 0

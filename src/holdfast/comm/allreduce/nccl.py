@@ -126,7 +126,6 @@ class NcclMover:
         self._poll(is_connected)
 
     def exchange(self, send: Placed, receive: Placed) -> None:
-        """See :meth:`Mover.exchange`."""
         self.gather([((place,), data) for place, data in send], receive)
 
     def gather(self, send: Copies, receive: Placed) -> None:
