@@ -11,7 +11,7 @@ from rosters import Explored, Part, Seen, check, draw_parts, play
 from holdfast.errors import InternalError, PeerFailed, VotedOut
 from holdfast.membership import Roster
 from holdfast.membership.acts import (
-    Decision,
+    ActDecision,
     NodeVotes,
     RosterVote,
     Tally,
@@ -135,7 +135,7 @@ def decide_one_vote_early(tally, acts):
         members = tally._members.get((act.key.scope, act.key.generation))
         if not act.is_done and members and len(act.votes) >= len(members - tally._dead) - 1:
             act.is_done = True
-            decided.append(Decision(*tally._decision(act, members), act.key.act))
+            decided.append(ActDecision(*tally._decision(act, members), act.key.act))
     return decided
 
 

@@ -11,7 +11,6 @@ import base64
 import contextlib
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.base.device_errors import DeviceFailure, classify
+from holdfast.base.side_work import say
 from holdfast.base.torch_private import gloo_options
 from holdfast.errors import InternalError, PeerFailed
 from holdfast.membership import Store
@@ -233,7 +233,7 @@ def bury(group: Any) -> None:
             group.abort()
             group.shutdown()
         except RuntimeError as error:
-            sys.stderr.write(f"holdfast: cannot shut down an old process group cleanly: {error}\n")
+            say(f"cannot shut down an old process group cleanly: {error}")
 
     threading.Thread(target=end, name="holdfast-bury", daemon=True).start()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
+from holdfast.base.side_work import say
 from holdfast.comm.base import (
     BROADCAST_BYTES,
     NOBODYS_TAG,
@@ -374,8 +374,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
 
 def _give_up(why: str) -> NoReturn:
     """Abort this process, which can no longer communicate; the launcher restarts the job."""
-    sys.stderr.write(f"holdfast: {why}\n")
-    sys.stderr.flush()
+    say(why)
     os.abort()
 
 

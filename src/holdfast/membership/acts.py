@@ -163,7 +163,7 @@ class _Act:
     is_done: bool = False
 
 
-class Decision(NamedTuple):
+class ActDecision(NamedTuple):
     """A key to create now and its value, and the act that it decides: a prefix of the keys of its votes."""
 
     key: str
@@ -183,7 +183,7 @@ class Tally:
         self._dead: set[int] = set()
         self._joins: dict[str, dict[int, str]] = {}
 
-    def note(self, key: str, value: str | None) -> list[Decision]:
+    def note(self, key: str, value: str | None) -> list[ActDecision]:
         """Take note of a change (None: the key was removed); return the decisions that follow."""
         if vote := vote_key(key):
             return self._note_vote(vote, value)
@@ -199,7 +199,7 @@ class Tally:
                 waiting[int(match["rank"])] = value
         return []
 
-    def _note_vote(self, vote: VoteKey, value: str | None) -> list[Decision]:
+    def _note_vote(self, vote: VoteKey, value: str | None) -> list[ActDecision]:
         if value is None:
             self._acts.pop(vote.act, None)
             return []
@@ -209,19 +209,19 @@ class Tally:
             act.votes[int(rank)] = text
         return self._decide([act])
 
-    def _note_members(self, at: tuple[str, int], value: str | None) -> list[Decision]:
+    def _note_members(self, at: tuple[str, int], value: str | None) -> list[ActDecision]:
         self._members.pop(at, None)
         if value is not None:
             self._members[at] = frozenset(decode_members(value))
         return self._decide([act for act in self._acts.values() if (act.key.scope, act.key.generation) == at])
 
-    def _decide(self, acts: Iterable[_Act]) -> list[Decision]:
+    def _decide(self, acts: Iterable[_Act]) -> list[ActDecision]:
         decided = []
         for act in acts:
             members = self._members.get((act.key.scope, act.key.generation))
             if not act.is_done and act.votes and members is not None and self._is_complete(act, members):
                 act.is_done = True
-                decided.append(Decision(*self._decision(act, members), act.key.act))
+                decided.append(ActDecision(*self._decision(act, members), act.key.act))
         return decided
 
     def _is_complete(self, act: _Act, members: frozenset[int]) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import gateway
-from holdfast.membership.acts import Decision, Tally, vote_key
+from holdfast.membership.acts import ActDecision, Tally, vote_key
 from holdfast.membership.gateway import (
     EtcdCluster,
     EtcdConnection,
@@ -86,7 +86,7 @@ class EtcdStore(Store):
         self._tally = Tally()
         self._votes: dict[str, tuple[str, str]] = {}
         """A vote of each act: its key in etcd, and the revision that created it."""
-        self._decisions: queue.SimpleQueue[tuple[Decision, tuple[str, str]] | None] = queue.SimpleQueue()
+        self._decisions: queue.SimpleQueue[tuple[ActDecision, tuple[str, str]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._asking = threading.Lock()
         self._line, self._beat_line, self._watch_line = (EtcdConnection(self._cluster) for _ in range(3))
