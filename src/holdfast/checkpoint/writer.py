@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.base.side_work import run_aside
-from holdfast.checkpoint.manager import CheckpointStore
 from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import SnapshotBuffer, in_host_memory
+from holdfast.checkpoint.store import CheckpointStore
 from holdfast.checkpoint.write_plan import WritePlan
 from holdfast.errors import CheckpointError
 

@@ -104,7 +104,7 @@ def is_remote(url: str | Path) -> bool:
 
 @runtime_checkable
 class HasStorage(Protocol):
-    """Something with a storage, such as :class:`~holdfast.checkpoint.manager.CheckpointStore`."""
+    """Something with a storage, such as :class:`~holdfast.checkpoint.store.CheckpointStore`."""
 
     storage: Storage
 
