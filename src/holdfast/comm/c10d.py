@@ -208,7 +208,7 @@ class C10dCommunicator(SingleRankCommunicator):
         self.maximum([0])
 
     def check_failures(self) -> None:
-        """Poll the store for failures; see :meth:`Exchange.check_failures`.
+        """Poll the store for failures; see :meth:`Collectives.check_failures`.
 
         Without a store no failure is reported: a wait longer than 5 s then counts as one. The peers that this worker
         waits for may first need the outcome of the last agreement, which this call sends them.

@@ -200,7 +200,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         self._collective(self._comm.Barrier)
 
     def check_failures(self) -> None:
-        """Let MPI progress and check for failures; see :meth:`Exchange.check_failures`."""
+        """Let MPI progress and check for failures; see :meth:`Collectives.check_failures`."""
         # Once a member has failed, MPI returns an error for a probe from any source.
         if self._report_ended():
             with self._busy_cores:

@@ -186,8 +186,8 @@ class Roster:
         def look() -> str | None:
             if mixed := self.store.get(f"{prefix}mixed"):
                 some = json.loads(mixed)
-                others = [rank for rank in self.members if (rank in some) != (self.rank in some)]
-                raise InternalError(f"worker {self.rank} is in {vote.act}, workers {others} are not, in act {prefix}")
+                rest = [rank for rank in self.members if (rank in some) != (self.rank in some)]
+                raise InternalError(f"worker {self.rank} is in {vote.act}, workers {rest} are not, in act {prefix}")
             return self.store.get(key) or ("" if self._newer() else None)
 
         decided = self.store.wait(look)
