@@ -66,7 +66,6 @@ class SimulatedStore(Store):
     """A worker's store: the relay of its node, without a socket between them."""
 
     own_address = "127.0.0.1"
-    counts_votes = True
 
     def __init__(self, relay: Relay) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from rosters import Seen, check, draw_parts, play
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import Hub, open_store
-from holdfast.membership.etcd import EtcdStore
+from holdfast.membership.etcd import EtcdStore, _warn_of_version
 from holdfast.membership.store import MAX_VALUE_BYTES
 
 TOKEN = "secret"  # noqa: S105
@@ -418,6 +418,20 @@ def test_etcd_is_left_as_it_was_found_but_for_the_keys_of_the_job(etcd):
     store.close()
 
     assert etcd.keys(f"holdfast/{job}/") == [f"holdfast/{job}/key"]
+
+
+@pytest.mark.parametrize(("supported", "warnings"), [((0,), 0), ((9, 0, 1), 1)])
+def test_an_etcd_that_is_too_old_is_warned_of_once(etcd, monkeypatch, caplog, supported, warnings):
+    monkeypatch.setattr("holdfast.membership.etcd.SUPPORTED", supported)
+    _warn_of_version.cache_clear()
+
+    with Place("etcd", etcd.ports[0]) as place:
+        place.open()
+        place.open()
+
+    texts = [record.getMessage() for record in caplog.records if "versions before" in record.getMessage()]
+    assert len(texts) == warnings
+    assert all("versions before 9.0.1 may lose or corrupt data; upgrade it" in text for text in texts)
 
 
 def test_a_creation_whose_answer_is_lost_is_known_to_have_won(etcd):

@@ -61,6 +61,12 @@ class Mortal:
     def create(self, key, value):
         return self._write(lambda: self._store.create(key, value))
 
+    def post(self, key, value):
+        return self._write(lambda: self._store.post(key, value))
+
+    def post_new(self, key, value):
+        return self._write(lambda: self._store.post_new(key, value))
+
     def delete(self, key):
         return self._write(lambda: self._store.delete(key))
 
@@ -154,7 +160,7 @@ class Explored:
     Args:
         seed: Seed of the generator.
         patience: Maximum number of turns.
-        counts: Whether the store counts votes itself, and shows members its decisions only.
+        counts: Whether the store counts votes itself; if not, each client does when it sees them, as with etcd.
         slow: Name of a seat that mostly waits while another one can run.
     """
 
@@ -162,7 +168,7 @@ class Explored:
         self.slow = slow
         self.tally = Tally() if counts else None
         self.rng = random.Random(seed)
-        self.log, self.items = [], {}
+        self.log, self.items, self.created = [], {}, {}
         self.patience = patience
         self.broken = ""
         self._seats, self._turn = {}, None
@@ -184,7 +190,10 @@ class Explored:
             self.items[key] = value
         if self.tally is None or vote_key(key) is None:
             self.log.append((key, value))
-        for name, text in decided:
+            self.created.setdefault(key, len(self.log))
+            if value is None:
+                del self.created[key]
+        for name, text, _ in decided:
             if name not in self.items:
                 self.write(name, text)
 
@@ -254,18 +263,11 @@ class Seat(Store):
         super().__init__()
         self.world, self.name, self.relay = world, name, relay
         self.known, self.waits, self.is_ready = 0, False, False
+        self.tally, self.votes, self.decisions = Tally() if world.tally is None else None, {}, []
 
     @property
     def has_news(self):
         return self.known < len(self.world.log)
-
-    @property
-    def counts_votes(self):
-        return self.world.tally is not None
-
-    @property
-    def decides_once(self):
-        return self.counts_votes
 
     def close(self):
         pass
@@ -289,13 +291,23 @@ class Seat(Store):
         self._write([(name, None) for name in gone], yields=False)
 
     def wait(self, ready, timeout_s=None):
+        self._decide()
         while (found := ready()) is None:
             self.waits = True
             self.world.yield_(self.name)
             self.waits = False
             if self.known < len(self.world.log):
                 self._learn(self.world.rng.randint(self.known + 1, len(self.world.log)))
+            self._decide()
         return found
+
+    def _decide(self):
+        """Create the decisions that follow from the votes, some time after this client has counted them."""
+        while self.decisions:
+            key, value, vote = self.decisions.pop(0)
+            self.world.yield_(self.name)
+            if key not in self.world.items and self.world.created.get(vote[0]) == vote[1]:
+                self.world.write(key, value)
 
     def _write(self, changes, yields=True):
         if yields:
@@ -305,9 +317,20 @@ class Seat(Store):
         self._learn(len(self.world.log))
 
     def _learn(self, until):
-        for key, value in self.world.log[self.known : until]:
-            self._note(key, value)
+        for number, (key, value) in enumerate(self.world.log[self.known : until], self.known + 1):
+            self._count(number, key, value)
         self.known = until
+
+    def _count(self, number, key, value):
+        vote = vote_key(key)
+        if vote is None:
+            self._note(key, value)
+        elif value is None:
+            self.votes.pop(vote.act, None)
+        else:
+            self.votes.setdefault(vote.act, (key, number))
+        if self.tally is not None:
+            self.decisions += [(name, text, self.votes[act]) for name, text, act in self.tally.note(key, value)]
 
 
 class RelaySeat(Seat):

@@ -9,9 +9,9 @@ from checkpoint_chain import Chain, copy_of, files_of, small_blocks
 
 from holdfast.checkpoint import find_damage, load, read_manifest, steps, take, verify
 from holdfast.checkpoint import reuse as reuses
-from holdfast.checkpoint.manager import CheckpointStore
 from holdfast.checkpoint.manifest import parse
 from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.store import CheckpointStore
 from holdfast.checkpoint.writer import CheckpointWriter
 from holdfast.config import Settings
 from holdfast.errors import CheckpointCorrupt

@@ -285,7 +285,7 @@ def test_what_a_checkpoint_costs_does_not_grow_with_how_many_there_are(tmp_path,
     for step in range(1, 31):
         looked.clear()
         engine.write_tensors(step, {"w": torch.ones(1)}, {}).commit(0)
-        assert engine.steps_to_prune() == list(range(1, step + 1))
+        assert engine.steps(engine.clean) == list(range(1, step + 1))
         counts.append(len(looked))
 
     assert counts[-1] == counts[1]
@@ -301,7 +301,7 @@ def test_leftovers_go_from_a_step_that_was_clean_before_and_is_begun_again(tmp_p
     engine.write_tensors(15, {"w": torch.ones(1)}, {}).commit(0)
 
     assert len(list(step_dir(tmp_path, 5).iterdir())) == 2
-    assert engine.steps_to_prune() == engine.steps() == [5, 10, 15]
+    assert engine.steps(engine.clean) == engine.steps() == [5, 10, 15]
 
 
 def test_a_step_that_was_removed_and_begun_by_another_writer_does_not_count_as_complete(tmp_path):
@@ -311,7 +311,7 @@ def test_a_step_that_was_removed_and_begun_by_another_writer_does_not_count_as_c
     engine.remove(5)
     write_tensors(tmp_path, 5, {"w": torch.zeros(1)}, {})  # and never completes it
 
-    assert engine.steps_to_prune() == [10]
+    assert engine.steps(engine.clean) == [10]
 
 
 def test_a_state_that_cannot_be_saved_leaves_nothing_behind(tmp_path):

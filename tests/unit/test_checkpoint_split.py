@@ -371,5 +371,5 @@ def test_without_an_intact_checkpoint_there_is_no_newest(keepers, tmp_path, keep
     damage(tmp_path, 4)
     reader = CheckpointManager(Settings(checkpoint_dir=str(tmp_path)), background=False)
 
-    assert reader.newest(lambda step, error: None, keep=keep) == -1
+    assert reader.newest(lambda step, error: None, keep=keep) is None
     assert newest_intact(tmp_path) is None

@@ -343,7 +343,7 @@ def test_nobody_waits_for_what_was_not_decided_on(writer):
 
 def test_a_writer_tells_when_a_checkpoint_is_complete(places, tmp_path):
     seen = []
-    writer = CheckpointWriter(places, background=True, after_commit=lambda: seen.append(steps(tmp_path)))
+    writer = CheckpointWriter(places, background=True, after_commit=lambda step: seen.append(steps(tmp_path)))
 
     writer.begin(5, take(state_of(1)), {})
     writer.commit(0)
@@ -396,7 +396,7 @@ def _until(true):
 
 
 def test_what_goes_wrong_after_it_is_complete_does_not_make_it_incomplete(places, tmp_path):
-    def fail():
+    def fail(step):
         raise CheckpointError("old ones could not be removed")
 
     writer = CheckpointWriter(places, background=True, after_commit=fail)

@@ -56,7 +56,7 @@ def test_who_hears_of_a_death_waits_no_longer_and_the_work_goes_on_by_itself():
 
 def test_addresses_come_to_those_who_wait_for_them(store):
     store.put("g/0/members", "[3, 5]")
-    meeting, other = (AddressExchange(store, PREFIX, rank, (3, 5), 30.0) for rank in (3, 5))
+    meeting, other = (AddressExchange(store, PREFIX, rank, 30.0) for rank in (3, 5))
     found = ThreadedWork(lambda: meeting.get("0/1"))
 
     meeting.set("0/0", b"mine")
@@ -69,7 +69,7 @@ def test_addresses_come_to_those_who_wait_for_them(store):
 
 
 def test_a_second_value_is_refused(store):
-    meeting = AddressExchange(store, PREFIX, 0, (0, 1), 30.0)
+    meeting = AddressExchange(store, PREFIX, 0, 30.0)
     meeting.set("0/0", b"")
 
     with pytest.raises(InternalError, match="second value, 0/1"):
@@ -78,11 +78,11 @@ def test_a_second_value_is_refused(store):
 
 def test_a_meeting_to_which_not_everybody_comes_ends(store):
     with pytest.raises(PeerFailed, match=r"within 0\.01 s"):
-        AddressExchange(store, PREFIX, 0, (0, 1), 0.01).get("1")
+        AddressExchange(store, PREFIX, 0, 0.01).get("1")
 
 
 def test_a_meeting_that_was_given_up_ends_at_the_next_change_of_the_store(store):
-    meeting = AddressExchange(store, PREFIX, 0, (0, 1), 3600.0)
+    meeting = AddressExchange(store, PREFIX, 0, 3600.0)
     waits = ThreadedWork(lambda: meeting.get("1"))
 
     meeting.give_up()

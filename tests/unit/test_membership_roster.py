@@ -10,18 +10,27 @@ from rosters import Explored, Part, Seen, check, draw_parts, play
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
 from holdfast.membership import Roster
-from holdfast.membership.acts import NodeVotes, Tally, check_vote, decode_members, describe_members, encode_members
+from holdfast.membership.acts import (
+    ActDecision,
+    NodeVotes,
+    RosterVote,
+    Tally,
+    check_vote,
+    decode_members,
+    describe_members,
+    encode_members,
+)
 
 WORLD = (0, 1, 2, 3)
 
 
-KINDS = ("members count", "store counts", "relays")
+KINDS = ("clients count", "store counts", "relays")
 
 
-def explore(seed, suspects=0, parts=None, kind="members count", slow=None):
+def explore(seed, suspects=0, parts=None, kind="clients count", slow=None):
     """One play over an explored store; a launcher tells of the deaths, and is wrong about some of the living."""
     parts = draw_parts(seed, len(WORLD)) if parts is None else parts
-    store, seen = Explored(seed, counts=kind != "members count", patience=4000, slow=slow), Seen()
+    store, seen = Explored(seed, counts=kind != "clients count", patience=4000, slow=slow), Seen()
     suspected = random.Random(seed).sample(WORLD[:-1], suspects)
     launcher = store.seat("launcher")
     told = set()
@@ -103,18 +112,21 @@ def test_the_plays_reach_what_they_are_about():
     )
 
 
-def test_a_roster_that_decides_by_what_it_sees_is_found_out(monkeypatch):
-    def decide_alone(self, vote, key):
-        prefix = f"g/{self.generation}/act/{self.act}/"
-        self.store.put(f"{prefix}{self.rank}", json.dumps({"act": vote.act, "flag": vote.flag}))
-        decided = self.store.wait(lambda: self.store.get(key) or self._conclude(prefix, vote.act))
-        self.store.put(key, decided)  # whatever the others have written
-        return self.generation + (vote.act == "shrink"), decided
+def test_a_client_that_slept_decides_no_act_whose_votes_are_gone_or_are_others():
+    store = Explored(0)
+    store.yield_ = lambda name: None
+    lively, sleeper = store.seat(0), store.seat(1)
+    roster = Roster(lively, 0, [0])
+    roster.store.post("g/0/act/1/0", RosterVote(act="shrink").encode())
+    sleeper._learn(len(store.log))
+    assert [decision[0] for decision in sleeper.decisions] == ["g/1/members"]
+    for _ in range(4):
+        roster.shrink()
+    store.write("g/0/act/1/0", RosterVote(act="shrink").encode())
 
-    monkeypatch.setattr(Roster, "_decide", decide_alone)
+    sleeper._decide()
 
-    with pytest.raises(AssertionError, match=r"no thread can run|\(\d, \d\): |generation \d: "):
-        explore(0)
+    assert "g/1/members" not in store.items
 
 
 def decide_one_vote_early(tally, acts):
@@ -123,15 +135,16 @@ def decide_one_vote_early(tally, acts):
         members = tally._members.get((act.key.scope, act.key.generation))
         if not act.is_done and members and len(act.votes) >= len(members - tally._dead) - 1:
             act.is_done = True
-            decided.append(tally._decision(act, members))
+            decided.append(ActDecision(*tally._decision(act, members), act.key.act))
     return decided
 
 
-def test_a_store_that_decides_before_all_have_voted_is_found_out(monkeypatch):
+@pytest.mark.parametrize("kind", ["clients count", "store counts"])
+def test_a_store_that_decides_before_all_have_voted_is_found_out(monkeypatch, kind):
     monkeypatch.setattr(Tally, "_decide", decide_one_vote_early)
 
     with pytest.raises(AssertionError):
-        explore_many("store counts")
+        explore_many(kind)
 
 
 def test_a_relay_that_forgets_votes_is_found_out(monkeypatch):
@@ -191,22 +204,9 @@ def test_check_tells_of_a_death_and_of_a_revocation_until_the_next_generation(se
         first.check()
 
 
-def test_a_member_that_slept_through_two_generations_is_voted_out_though_the_votes_are_gone(seats):
-    sleeper = Roster(seats[1], 1, [0, 1])
-    seats[0].put("dead/1", "it seemed so")
-    lively = Roster(seats[0], 0, [0, 1])
-    assert lively.agree(True) is False
-    for _ in range(3):
-        lively.shrink()
-    assert not seats[0].under("g/0/act/")
-
-    seats[1]._learn(len(seats[1].world.log))
-    with pytest.raises(VotedOut, match=r"worker 1 was voted out: generation 1 is \[0\]"):
-        sleeper.agree(True)
-
-
-def test_keys_of_generations_that_are_over_are_removed_and_a_member_that_slept_is_voted_out():
-    store = Explored(0, counts=True)
+@pytest.mark.parametrize("counts", [False, True])
+def test_keys_of_generations_that_are_over_are_removed_and_a_member_that_slept_is_voted_out(counts):
+    store = Explored(0, counts=counts)
     store.yield_ = lambda name: None
     seats = [store.seat(rank) for rank in range(2)]
     sleeper = Roster(seats[1], 1, [0, 1])
@@ -247,9 +247,9 @@ def test_a_member_that_sleeps_while_it_leaves_leaves_quietly_however_far_the_oth
     assert leaver.generation in (1, shrinks)
 
 
-def newcomer_alone():
-    """Members 0 and 1 of a store that counts are dead; member 2, admitted in generation 1, is in generation 5."""
-    store = Explored(0, counts=True)
+def newcomer_alone(counts):
+    """Members 0 and 1 of a store are dead; member 2, admitted in generation 1, is in generation 5."""
+    store = Explored(0, counts=counts)
     store.yield_ = lambda name: None
     seats = [store.seat(rank) for rank in range(3)]
     first, sleeper, newcomer = Roster(seats[0], 0, [0, 1]), Roster(seats[1], 1, [0, 1]), Roster(seats[2], 2, None)
@@ -266,9 +266,10 @@ def newcomer_alone():
     return store, sleeper
 
 
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("act", [lambda roster: roster.shrink(), lambda roster: roster.agree(True)])
-def test_a_sleeper_of_the_first_generation_decides_nothing_again_once_all_of_it_are_dead(act):
-    store, sleeper = newcomer_alone()
+def test_a_sleeper_of_the_first_generation_decides_nothing_again_once_all_of_it_are_dead(act, counts):
+    store, sleeper = newcomer_alone(counts)
 
     with pytest.raises(VotedOut, match=r"generation 5 is \[2\]"):
         act(sleeper)
@@ -277,8 +278,9 @@ def test_a_sleeper_of_the_first_generation_decides_nothing_again_once_all_of_it_
     assert "g/0/act/1/decision" not in store.items
 
 
-def test_a_newcomer_that_was_admitted_reported_dead_and_forgotten_stops_and_revokes_nothing():
-    store = Explored(0, counts=True)
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_newcomer_that_was_admitted_reported_dead_and_forgotten_stops_and_revokes_nothing(counts):
+    store = Explored(0, counts=counts)
     store.yield_ = lambda name: None
     seats = [store.seat(rank) for rank in range(3)]
     first = Roster(seats[0], 0, [0])

@@ -17,7 +17,7 @@ from holdfast.engine import loop as run
 from holdfast.engine.restorer import StateRestorer
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.faults.process import PlannedFaults
+from holdfast.faults.process import Injector
 from holdfast.launch.control import append
 from holdfast.models.pipeline import PipelineModel
 from holdfast.models.pipeline_scaler import ScaledStage
@@ -454,7 +454,7 @@ def test_a_death_in_any_phase_of_any_stage_or_mirror_changes_no_bit_and_loads_no
 
 def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkeypatch):
     happened = []
-    reach, give = PlannedFaults.reach, StageExecutor._send
+    reach, give = Injector.reach, StageExecutor._send
 
     def note_phase(self, phase, step, rank, bucket=None):
         if (phase, step, rank) == ("handover", 2, 1):
@@ -466,7 +466,7 @@ def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkey
             happened.append(f"slice {number} of stage {part}")
         give(self, batch, number, part, *more, back=back)
 
-    monkeypatch.setattr(PlannedFaults, "reach", note_phase)
+    monkeypatch.setattr(Injector, "reach", note_phase)
     monkeypatch.setattr(StageExecutor, "_send", note_message)
     _, session = begin(workers=3, faults=faults("kill:rank=1,step=2,phase=handover,slice=1"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from train_kinds import train
 from holdfast.config import Settings
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.state import platform_check
-from holdfast.state.context import LiveSettings, PlatformState
+from holdfast.state.context import JobContext, LiveSettings, PlatformState
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
 from holdfast.state.platform_check import compare_platforms, compare_with_others, cpu_model, platform_of_worker
 from holdfast.summary.build import build_report
@@ -149,6 +150,7 @@ def newcomer(**settings):
         live=LiveSettings.of(Settings(**settings)),
         log=SimpleNamespace(write=written.append),
     )
+    world.warn = functools.partial(JobContext.warn, world)
     return world, written
 
 

@@ -11,7 +11,7 @@ from holdfast.errors import StoreLost
 from holdfast.membership import Hub, HubStore
 from holdfast.membership.authentication import LineAuthenticator
 from holdfast.membership.client import _read_items
-from holdfast.membership.scope import StoreScope
+from holdfast.membership.scope import store_scope
 from holdfast.membership.wire import MAX_LINE_BYTES, LineSplitter, dump
 
 DEADLINE_S = 30.0
@@ -54,7 +54,7 @@ def test_a_signal_that_a_script_has_closed_is_why_the_store_is_lost_and_no_trace
 
 @pytest.mark.parametrize("scope", ["", "again/1/"])
 def test_an_act_waits_for_its_key_and_happens_once(scope, store):
-    of_scope = StoreScope(store, scope) if scope else store
+    of_scope = store_scope(store, scope) if scope else store
     has_happened, taken_back = threading.Semaphore(0), threading.Semaphore(0)
     of_scope.on_key("wanted", has_happened.release)
     of_scope.on_key("other", taken_back.release)

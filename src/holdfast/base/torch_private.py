@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -21,6 +20,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_flatten, tree_map
+
+from holdfast.base.side_work import say
 
 __all__ = [
     "JOINED",
@@ -85,8 +86,7 @@ def untried(version: str) -> str:
 def check_version() -> None:
     """Warn on stderr, once per process, if the installed torch is newer than the newest tested version."""
     if line := untried(torch.__version__):
-        sys.stderr.write(f"holdfast: {line}\n")
-        sys.stderr.flush()
+        say(line)
 
 
 def _minor(version: str) -> tuple[int, ...]:

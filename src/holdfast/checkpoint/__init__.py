@@ -2,7 +2,7 @@
 
 ::
 
-    checkpoints = Checkpoints("runs/a")                                   # or s3://bucket/runs/a
+    checkpoints = CheckpointStore("runs/a")                               # or s3://bucket/runs/a
     pending = checkpoints.write_tensors(20, {"model": model.state_dict()}, info={})
     pending.commit(generation=0)                                          # from here on it counts
 
@@ -14,9 +14,9 @@ Nothing is ever unpickled. ``docs/reference/checkpoint-format.md`` specifies the
 
 ``save.py`` has the order of operations, ``loading.py`` and ``values.py`` the checks, ``format.py`` the types that can be
 saved, ``manifest.py`` the manifest, ``parts.py`` parts from several writers, ``files/`` the tensor file formats,
-``storage/`` the storage back ends, ``writer.py`` writing in the background. A session uses
-``manager.py``. What the ``ckpt`` command does beyond this is in ``tools/checkpoints/``, files of other programs in
-``tools/formats/``.
+``storage/`` the storage back ends, ``writer.py`` writing in the background, ``store.py`` all checkpoints of a run. The
+manager of a session is in ``state/manager.py``. What the ``ckpt`` command does beyond this is in ``tools/checkpoints/``,
+files of other programs in ``tools/formats/``.
 
 Importing this does not load torch: each name is loaded on first use. So no module may have the name of a function here.
 """
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
         steps,
         verify,
     )
-    from holdfast.checkpoint.manager import CheckpointStore
     from holdfast.checkpoint.manifest import Manifest, TensorEntry, TensorPiece
     from holdfast.checkpoint.parts import all_but
     from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint, write, write_tensors
     from holdfast.checkpoint.storage import Storage, open_storage
+    from holdfast.checkpoint.store import CheckpointStore
     from holdfast.checkpoint.values import DamagedBytes
     from holdfast.checkpoint.write_plan import WritePlan, take
 
@@ -53,11 +53,11 @@ _NAMES = {
     "files.registry": "FORMATS",
     "format": "Shard flatten unflatten",
     "loading": "LoadedCheckpoint find_damage load load_box load_newest newest_intact read_manifest steps verify",
-    "manager": "CheckpointStore",
     "manifest": "Manifest TensorEntry TensorPiece",
     "parts": "all_but",
     "save": "PendingCheckpoint SavedCheckpoint write write_tensors",
     "storage": "Storage open_storage",
+    "store": "CheckpointStore",
     "values": "DamagedBytes",
     "write_plan": "WritePlan take",
 }

@@ -52,7 +52,7 @@ def parts_of(data: memoryview, part_bytes: int = PART_BYTES) -> Iterator[tuple[i
 def digest_of(ranges: Iterable[tuple[int, int]], read_into: Callable[[int, memoryview], int]) -> str | None:
     """Return XXH3-64 of consecutive ranges of a file, holding little of it in memory; None if the file is too short.
 
-    A range is its start and end byte. ``read_into`` is :meth:`Reader.read_into` of the file.
+    A range is its start and end byte. ``read_into`` is :meth:`StorageReader.read_into` of the file.
     """
     whole, memory = xxhash.xxh3_64(), memoryview(bytearray(_ALONE_BYTES))
     for start, end in ranges:

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.base.side_work import run_aside
-from holdfast.checkpoint.manager import CheckpointStore
 from holdfast.checkpoint.reuse import BlockReuse
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import SnapshotBuffer, in_host_memory
+from holdfast.checkpoint.store import CheckpointStore
 from holdfast.checkpoint.write_plan import WritePlan
 from holdfast.errors import CheckpointError
 
@@ -72,7 +72,7 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Writes checkpoints one after another, and calls ``after_commit`` when one is complete.
+    """Writes checkpoints one after another, and calls ``after_commit`` with the step of each that is complete.
 
     With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return; so it does if the
     system refuses the thread. If it is
@@ -85,7 +85,7 @@ class CheckpointWriter:
         *,
         background: bool,
         incremental: bool = False,
-        after_commit: Callable[[], None] = lambda: None,
+        after_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._checkpoints = checkpoints
         self._background = background
@@ -258,7 +258,7 @@ class CheckpointWriter:
             if job.pending is not None and job.finish is not None:
                 job.saved = job.finish(job.pending)
             if job.saved is not None:
-                self._after_commit()
+                self._after_commit(job.step)
         except Exception as error:
             job.error = error
         if job.abandoned:

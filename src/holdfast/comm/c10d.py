@@ -62,7 +62,7 @@ _SMALL_BYTES = 64 << 10
 
 
 class C10dCommunicator(SingleRankCommunicator):
-    """Workers whose membership is kept in a store.
+    """Workers whose membership is kept in a store; without it, what changes the membership raises ``StoreLost``.
 
     Args:
         store: The membership store.
@@ -96,16 +96,13 @@ class C10dCommunicator(SingleRankCommunicator):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that were alive at the last shrink, ascending."""
         return self._roster.members
 
     @property
     def generation(self) -> int:
-        """Number of shrinks so far."""
         return self._roster.generation
 
     def change_thread(self, thread: threading.Thread) -> None:
-        """Let another thread make all calls; see :class:`~holdfast.comm.base.ThreadChange`."""
         assert thread.ident is not None, "the thread has not started"
         self._owner = thread.ident
 
@@ -129,7 +126,6 @@ class C10dCommunicator(SingleRankCommunicator):
             self.barrier()
 
     def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange CPU tensors with some processes; see :meth:`Communicator.sendrecv`."""
         me = self._index(self._me)
         own = ([data for place, data in side if place == me] for side in (receive, send))
         for target, source in zip(*own, strict=True):
@@ -149,11 +145,9 @@ class C10dCommunicator(SingleRankCommunicator):
             self._run(begin)
 
     def sendrecv_rounds(self, rounds: Sequence[Round], add: Callable[[int], None]) -> None:
-        """Exchange tensors with others in rounds; see :class:`~holdfast.comm.base.RoundMessages`."""
         self._with_group(lambda group: GlooRounds(group, rounds).run(add, self.check_failures))
 
     def post(self, rank: int, data: torch.Tensor) -> None:
-        """Start a send; see :meth:`Communicator.post`."""
         place = self._index(rank)
 
         def begin(group: Any) -> None:
@@ -164,12 +158,10 @@ class C10dCommunicator(SingleRankCommunicator):
         self._with_group(begin)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Receive a posted message; see :meth:`Communicator.take`."""
         place = self._index(rank)
         self._run(lambda group: ThreadedWork(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data))
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each integer, over links; see :meth:`Communicator.maximum`."""
         if len(self.members) == 1:
             self._roster.check()
             return list(values)
@@ -197,7 +189,6 @@ class C10dCommunicator(SingleRankCommunicator):
         whole.copy_(result)
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
-        """Gather the progress of all members; see :meth:`Communicator.share_progress`."""
         values = [progress.completed, progress.computed, progress.flags, progress.heard]
         return {
             rank: Progress(completed, bool(computed), Note(flags), digest)
@@ -214,11 +205,10 @@ class C10dCommunicator(SingleRankCommunicator):
         return rows
 
     def barrier(self) -> None:
-        """Block until every member has called it."""
         self.maximum([0])
 
     def check_failures(self) -> None:
-        """Poll the store for failures; see :meth:`Exchange.check_failures`.
+        """Poll the store for failures; see :meth:`Collectives.check_failures`.
 
         Without a store no failure is reported: a wait longer than 5 s then counts as one. The peers that this worker
         waits for may first need the outcome of the last agreement, which this call sends them.
@@ -275,7 +265,6 @@ class C10dCommunicator(SingleRankCommunicator):
         self._guarded(exchange)
 
     def revoke(self) -> None:
-        """Wake all members that wait in this generation; raise ``StoreLost`` if the store is lost."""
         self._check_thread()
         with self._hanging_up_without_store():
             self._roster.revoke()
@@ -290,7 +279,6 @@ class C10dCommunicator(SingleRankCommunicator):
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return the workers that wait to join a training loop."""
         version = self._store.version
         if version != self._looked_at:
             self._waiting = self._roster.newcomers(loop)
@@ -298,13 +286,11 @@ class C10dCommunicator(SingleRankCommunicator):
         return self._waiting
 
     def announce(self, loop: int, kind: str) -> None:
-        """Publish the running training loop, if this is the lowest member; see :meth:`Communicator.announce`."""
         if self._me == self.members[0] and not self._store.lost:
             self._store.put("loop", str(loop))
             self._store.put("kind", kind)
 
     def wanted_platform(self) -> str:
-        """Return the members' platform; see :meth:`Communicator.wanted_platform`. ``StoreLost`` if the store is lost."""
         with waiting:
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
@@ -313,18 +299,15 @@ class C10dCommunicator(SingleRankCommunicator):
 
     @property
     def has_lost_store(self) -> bool:
-        """Whether the store is lost; see :attr:`Communicator.has_lost_store`."""
         return bool(self._store.lost)
 
     def join(self, loop: int) -> bool:
-        """Wait to be admitted to a training loop; see :meth:`Communicator.join`. ``StoreLost`` if the store is lost."""
         with waiting:
             has_joined = self._roster.join(loop, lambda: int(self._store.get("loop") or 0) > loop)
         self._begin_generation()
         return has_joined
 
     def failed(self) -> tuple[int, ...]:
-        """Return the members that are known to have failed."""
         return self._roster.dead()
 
     # -- groups
@@ -410,7 +393,7 @@ class C10dCommunicator(SingleRankCommunicator):
             if self._making is not None or generation != self._roster.generation or self._me not in members:
                 return
             prefix = f"g/{generation}/act/addresses/"
-            exchange = AddressExchange(self._store, prefix, self._me, members, FOREVER.total_seconds())
+            exchange = AddressExchange(self._store, prefix, self._me, FOREVER.total_seconds())
             place, size, store, timeout_s = members.index(self._me), len(members), self._store, self._timeout_s
             # The address may take a look-up of names, which must not hold up the thread that notes changes of the store.
             made = ThreadedWork(lambda: make_gloo(exchange, place, size, store.own_address, timeout_s))

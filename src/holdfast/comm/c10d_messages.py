@@ -17,7 +17,7 @@ from holdfast.comm.memory import as_bytes
 from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed
 from holdfast.membership import Store
-from holdfast.membership.scope import StoreScope
+from holdfast.membership.scope import store_scope
 
 _SCOPE = "dist/"
 """A session in the same script has agreements of its own, in the same store."""
@@ -42,7 +42,7 @@ class C10dMessageCommunicator(C10dCommunicator):
 
     def __init__(self, store: Store, rank: int, first_members: Sequence[int]) -> None:
         is_first = rank in first_members
-        super().__init__(StoreScope(store, _SCOPE), rank, first_members if is_first else None)
+        super().__init__(store_scope(store, _SCOPE), rank, first_members if is_first else None)
         if not is_first:
             with waiting:
                 self._roster.join_at_once()
@@ -52,12 +52,10 @@ class C10dMessageCommunicator(C10dCommunicator):
             self.barrier()
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Start a send; see :meth:`MessageCommunicator.start_send`."""
         place = self._index(rank)
         return self._start(lambda group: group.send([as_bytes(data)], place, tag), lambda _: -1, data)
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Start a receive; see :meth:`MessageCommunicator.start_receive`."""
         if rank is None:
             members = self.members
             return self._start(
@@ -73,7 +71,6 @@ class C10dMessageCommunicator(C10dCommunicator):
         return Message(_Request(ThreadedWork(work.wait, keep=data), lambda: source(work)), data)
 
     def test(self, message: Message) -> int | None:
-        """Test a message for completion; see :meth:`MessageCommunicator.test`."""
         self._check_thread()
         request: _Request = message.request
         if not request.wait.is_completed():
@@ -87,9 +84,7 @@ class C10dMessageCommunicator(C10dCommunicator):
         """Do nothing: the thread that waits for a message keeps its memory; see :meth:`MessageCommunicator.abandon`."""
 
     def is_revoked(self) -> bool:
-        """Return whether a peer has revoked this generation."""
         return self._roster.is_revoked()
 
     def revoke_from_outside(self) -> None:
-        """Revoke; see :meth:`MessageCommunicator.revoke_from_outside`. ``StoreLost`` if the store is lost."""
         self._roster.revoke()

@@ -11,11 +11,10 @@ import base64
 import contextlib
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.base.device_errors import DeviceFailure, classify
+from holdfast.base.side_work import say
 from holdfast.base.torch_private import gloo_options
 from holdfast.errors import InternalError, PeerFailed
 from holdfast.membership import Store
@@ -64,7 +64,6 @@ class ThreadedWork:
         self._thread.start()
 
     def is_completed(self) -> bool:
-        """See :meth:`GroupWork.is_completed`."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: timedelta = FOREVER) -> Any:
@@ -147,16 +146,14 @@ class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch h
         store: The membership store.
         prefix: Prefix of the keys of an act that gathers texts, see :mod:`holdfast.membership.acts`.
         rank: This worker.
-        members: The members of the process group.
         timeout_s: Time within which all of them must have published their address.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, members: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, timeout_s: float) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix
         self._rank = rank
-        self._members = members
         self._timeout_s = timeout_s
         self._addresses: dict[str, bytes] = {}
         self._has_published = self._given_up = False
@@ -189,7 +186,7 @@ class AddressExchange(dist.Store):  # type: ignore[name-defined,misc]  # torch h
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
-        if not self._addresses and (texts := gathered(self._store, self._prefix, self._members)):
+        if not self._addresses and (texts := gathered(self._store, self._prefix)):
             pairs = (text.split(" ") for text in texts.values())
             self._addresses = {key: base64.b64decode(value) for key, value in pairs}
         return all(key in self._addresses for key in keys)
@@ -236,7 +233,7 @@ def bury(group: Any) -> None:
             group.abort()
             group.shutdown()
         except RuntimeError as error:
-            sys.stderr.write(f"holdfast: cannot shut down an old process group cleanly: {error}\n")
+            say(f"cannot shut down an old process group cleanly: {error}")
 
     threading.Thread(target=end, name="holdfast-bury", daemon=True).start()
 

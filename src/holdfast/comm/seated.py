@@ -36,15 +36,12 @@ class SeatedCommunicator:
 
     @property
     def has_atomic_shrink(self) -> bool:
-        """See :attr:`Communicator.has_atomic_shrink`."""
         return self.base.has_atomic_shrink
 
     def revoke(self) -> None:
-        """Revoke this generation; see :meth:`Communicator.revoke`."""
         self.base.revoke()
 
     def agree(self, flag: bool) -> bool:
-        """Return the AND of the flags of all workers; see :meth:`Communicator.agree`."""
         return self.base.agree(flag)
 
     def shrink(self) -> None:
@@ -80,13 +77,11 @@ class SeatedCommunicator:
 
     @property
     def generation(self) -> int:
-        """Number of shrinks so far."""
         return self.base.generation
 
     # -- collectives
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Exchange rows; see :meth:`Collectives.alltoall`."""
         if self._is_by_seat:
             self._among.alltoall(send, out)
             return
@@ -96,7 +91,6 @@ class SeatedCommunicator:
         out.copy_(received[self._rows])
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Collect rows; see :meth:`Collectives.allgather`."""
         if self._is_by_seat:
             self._among.allgather(part, out)
             return
@@ -105,34 +99,27 @@ class SeatedCommunicator:
         out.copy_(received[self._rows])
 
     def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange tensors with some seats; see :meth:`Communicator.sendrecv`."""
         gives, takes = ([(self._places[place], data) for place, data in side] for side in (send, receive))
         self.base.sendrecv(gives, takes, tag)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each integer; see :meth:`Collectives.maximum`."""
         return self._among.maximum(values)
 
     def barrier(self) -> None:
-        """Block until every seat has called it."""
         self._among.barrier()
 
     def check_failures(self) -> None:
-        """Check for failures of any worker; see :meth:`Collectives.check_failures`."""
         self.base.check_failures()
 
     # -- messages
 
     def start_send(self, data: torch.Tensor, seat: int, tag: int) -> Message:
-        """Start a send; see :meth:`MessageCommunicator.start_send`."""
         return self.base.start_send(data, self.holders[seat], tag)
 
     def start_receive(self, data: torch.Tensor, seat: int | None, tag: int) -> Message:
-        """Start a receive; see :meth:`MessageCommunicator.start_receive`."""
         return self.base.start_receive(data, None if seat is None else self.holders[seat], tag)
 
     def test(self, message: Message) -> int | None:
-        """Return the peer's seat once a message is complete; see :meth:`MessageCommunicator.test`."""
         source = self.base.test(message)
         if source is None or source < 0:
             return source

@@ -59,15 +59,12 @@ class Subgroup:
 
     @property
     def generation(self) -> int:
-        """Number of shrinks of the world so far."""
         return self._world.generation
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Exchange rows; see :meth:`Exchange.alltoall`."""
         self._exchange(list(send), out)
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Collect rows; see :meth:`Exchange.allgather`."""
         self._exchange([part] * len(out), out)
 
     def _exchange(self, gives: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -77,13 +74,12 @@ class Subgroup:
         self.sendrecv([(i, gives[i]) for i in peers], [(i, out[i]) for i in peers])
 
     def sendrecv(self, send: Placed, receive: Placed) -> None:
-        """Exchange tensors with some processes; see :meth:`Exchange.sendrecv`."""
         places = [i for i, ranks in enumerate(self._world.processes) if self._of(ranks)]
         gives, takes = ([(places[i], data) for i, data in side] for side in (send, receive))
         self._world.sendrecv(gives, takes, tag=self._tag)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each integer, by log2(n) rounds of messages; see :meth:`Exchange.maximum`."""
+        """Return the maximum of each integer, by log2(n) rounds of messages."""
         count, place = len(self.processes), self.processes.index(self.local_ranks)
         largest = torch.from_numpy(np.array(values, dtype=np.int64))
         peer_values = torch.empty_like(largest)
@@ -99,7 +95,6 @@ class Subgroup:
         self._world.check_failures()
 
     def barrier(self) -> None:
-        """Block until every member has called it."""
         self.maximum([0])
 
     def _of(self, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
+from holdfast.base.side_work import say
 from holdfast.comm.base import (
     BROADCAST_BYTES,
     NOBODYS_TAG,
@@ -144,7 +144,6 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         self._collective(self._comm.Allgather, _bytes(part), _bytes(out))
 
     def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Exchange tensors with some processes; see :meth:`Communicator.sendrecv`."""
         self._check_thread()
         self._clear_away()
         self._exchange([(self._comm.Irecv, receive), (self._comm.Isend, send)], tag)
@@ -162,16 +161,13 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             raise
 
     def post(self, rank: int, data: torch.Tensor) -> None:
-        """Start a send; see :meth:`Communicator.post`."""
         self._clear_away()
         self._posted.append(self._start(self._comm.Isend, data, self._index(rank), POST_TAG))
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Receive a posted message; see :meth:`Communicator.take`."""
         self._exchange([(self._comm.Irecv, [(self._index(rank), data)])], POST_TAG)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
         own_values = np.array(values, dtype=np.int64)
         result = np.empty_like(own_values)
         self._collective(self._comm.Allreduce, own_values, result, self._mpi.MAX)
@@ -189,7 +185,6 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         whole[:] = result
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
-        """All-reduce a table with one row per initial worker; see :meth:`Communicator.share_progress`."""
         table = np.zeros((len(self._world), 5), dtype=np.int64)
         table[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags, progress.heard)
         result = np.empty_like(table)
@@ -202,11 +197,10 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         }
 
     def barrier(self) -> None:
-        """Block until every member has called it."""
         self._collective(self._comm.Barrier)
 
     def check_failures(self) -> None:
-        """Let MPI progress and check for failures; see :meth:`Exchange.check_failures`."""
+        """Let MPI progress and check for failures; see :meth:`Collectives.check_failures`."""
         # Once a member has failed, MPI returns an error for a probe from any source.
         if self._report_ended():
             with self._busy_cores:
@@ -247,12 +241,10 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             return False
 
     def revoke(self) -> None:
-        """Revoke the communicator."""
         self._check_thread()
         self._comm.Revoke()
 
     def revoke_from_outside(self) -> None:
-        """Revoke; see :meth:`MessageCommunicator.revoke_from_outside`."""
         self._comm.Revoke()
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
@@ -297,7 +289,6 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         _give_up(f"worker {self._me}: {why}")
 
     def failed(self) -> tuple[int, ...]:
-        """Return the members whose failure MPI has reported to this process."""
         self._check_thread()
         return self._ranks_in(self._comm.Get_failed())
 
@@ -337,11 +328,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             return True
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Start a send; see :meth:`MessageCommunicator.start_send`."""
         return self._start(self._comm.Issend, data, self._index(rank), tag)
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Start a receive; see :meth:`MessageCommunicator.start_receive`."""
         return self._start(self._comm.Irecv, data, self._mpi.ANY_SOURCE if rank is None else self._index(rank), tag)
 
     def _start(self, call: Callable[..., MPI.Request], data: torch.Tensor, place: int, tag: int) -> Message:
@@ -352,11 +341,9 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
             raise PeerFailed(str(error)) from error
 
     def abandon(self, message: Message) -> None:
-        """Keep the memory of a message; see :meth:`MessageCommunicator.abandon`."""
         self._abandoned.append(message)
 
     def test(self, message: Message) -> int | None:
-        """Test a message for completion; see :meth:`MessageCommunicator.test`."""
         self._check_thread()
         status = self._mpi.Status()
         try:
@@ -368,7 +355,6 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
         return self.members[status.source] if 0 <= status.source < len(self.members) else -1
 
     def is_revoked(self) -> bool:
-        """Return whether a peer has revoked this generation; lets MPI progress."""
         self._check_thread()
         self._report_ended()
         try:
@@ -388,8 +374,7 @@ class UlfmCommunicator(FixedMembership, SingleRankCommunicator):
 
 def _give_up(why: str) -> NoReturn:
     """Abort this process, which can no longer communicate; the launcher restarts the job."""
-    sys.stderr.write(f"holdfast: {why}\n")
-    sys.stderr.flush()
+    say(why)
     os.abort()
 
 

@@ -37,12 +37,10 @@ class VirtualCommunicator(FixedMembership):
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """All members."""
         return self.members
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """One process, with all members."""
         return (self.members,)
 
     def fail(self, rank: int, *, entered: bool = False) -> None:
@@ -60,17 +58,14 @@ class VirtualCommunicator(FixedMembership):
             self._late = set(self.members) - self._dead - lucky if lucky else set()
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy, unless a worker has failed."""
         self._enter()
         out.copy_(send)
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy, unless a worker has failed."""
         self._enter()
         out[0].copy_(part)
 
     def sendrecv(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Copy, unless a worker has failed."""
         self._enter()
         for (_, source), (_, target) in zip(send, receive, strict=True):
             target.copy_(source)
@@ -88,12 +83,10 @@ class VirtualCommunicator(FixedMembership):
         data.copy_(self._posted.popleft())
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the values, unless a worker has failed."""
         self._enter()
         return list(values)
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Change nothing, unless a worker has failed."""
         self._enter()
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
@@ -106,16 +99,13 @@ class VirtualCommunicator(FixedMembership):
         return {rank: behind if rank in self._late else progress for rank in self.members}
 
     def barrier(self) -> None:
-        """Return immediately, unless a worker has failed."""
         self._enter()
 
     def check_failures(self) -> None:
-        """Raise ``PeerFailed`` if a worker has failed."""
         if self._dead:
             raise PeerFailed(f"workers {sorted(self._dead)} have failed")
 
     def agree(self, flag: bool) -> bool:
-        """Return ``flag``, or False if a worker has failed."""
         agreed = flag and not self._dead
         if agreed and self._shared:  # all know which workers were behind, and that all know it: these catch up now
             self._late.clear()
@@ -140,7 +130,6 @@ class VirtualCommunicator(FixedMembership):
         return True
 
     def failed(self) -> tuple[int, ...]:
-        """Return the members that failed since the last shrink."""
         return tuple(sorted(self._dead))
 
     def _enter(self) -> None:

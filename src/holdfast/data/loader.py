@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
+from holdfast.base.side_work import say
 from holdfast.data.plan import Ids, MiniBatch
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
@@ -186,7 +186,7 @@ class SliceLoader:
             if not lost or self._restarts == MOST_RESTARTS:
                 raise
             self._restarts += 1
-            sys.stderr.write(f"holdfast: a data loading process was lost ({error}); all of them are restarted\n")
+            say(f"a data loading process was lost ({error}); all of them are restarted")
             first = [wanted for wanted in (*self._queue.outstanding, *self._queue.first) if wanted.step >= 0]
             self._queue.outstanding.clear()
             self._queue.first = deque(first)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.base.side_work import say
 from holdfast.data.loader import ENDS_S, MOST_RESTARTS, WorkerInit, as_it_is, start_processes
 from holdfast.data.seeds import seed_of, seeded
 from holdfast.data.stream_state import decode_state, encode_state
@@ -207,7 +207,7 @@ class Stream:
         self._restarts = 0
         self._begin = StreamMark()
         self._must_seek = False
-        self.say: Callable[[str], None] = print_line
+        self.say: Callable[[str], None] = say
         """Prints a line for the user."""
 
     # -- reading
@@ -331,7 +331,7 @@ class Stream:
             if not lost or self._restarts == MOST_RESTARTS:
                 raise
             self._restarts += 1
-            print_line(f"the process that reads the stream was lost ({error}); it is restarted")
+            say(f"the process that reads the stream was lost ({error}); it is restarted")
             return self._read_again()
         self._restarts = 0
         return self._noted(chunk)
@@ -403,12 +403,6 @@ class Stream:
         if not self._epoch or not _may_count(self.dataset):
             return -1
         return self._epoch - (0 if self._has_process else _begun_times.get(self.dataset, 0))
-
-
-def print_line(line: str) -> None:
-    """Print a line for the user."""
-    sys.stderr.write(f"holdfast: {line}\n")
-    sys.stderr.flush()
 
 
 def _copied(sample: Any) -> Any:

@@ -20,7 +20,7 @@ from holdfast.comm.launchers import chosen
 from holdfast.config import RESPAWNS, Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FLIP, Fault, FaultPlan
-from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
+from holdfast.faults.process import Injector, strike
 from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
@@ -78,7 +78,7 @@ class GroupRecorder:
         self._lead_lost = False
         self._filled: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         self._scaled_for: set[tuple[int, ...]] = set()
-        self.faults: Injector = self._plan_faults() if settings.faults else NoFaults()
+        self.faults: Injector = self._plan_faults() if settings.faults else Injector()
 
     @property
     def is_watched(self) -> bool:
@@ -300,7 +300,7 @@ class GroupRecorder:
         def announce(number: int, fault: Fault) -> None:
             self._log.write(FaultFired(rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase))
 
-        return PlannedFaults(plan, strike, announce)
+        return Injector(plan, strike, announce)
 
 
 def has_session() -> bool:

@@ -11,7 +11,7 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.names import chosen
 from holdfast.faults.plan import FLIP, SCRIPT_PHASES, SPLIT_PHASES, Fault, FaultPlan
-from holdfast.faults.process import Injector, NoFaults, PlannedFaults, ask_launcher, strike
+from holdfast.faults.process import Injector, ask_launcher, strike
 from holdfast.models.trainable import Trainable
 from holdfast.records.beacon import PHASES
 from holdfast.records.logger import Logger
@@ -69,7 +69,7 @@ def make_faults(settings: Settings, comm: Communicator, committed: CommittedStat
         ConfigError: if a fault cannot strike on this fabric.
     """
     if not settings.faults:
-        return NoFaults()
+        return Injector()
     plan = FaultPlan.from_json(settings.faults)
 
     def announce(number: int, fault: Fault) -> None:
@@ -89,12 +89,12 @@ def make_faults(settings: Settings, comm: Communicator, committed: CommittedStat
         comm.fail(fault.rank, entered=fault.phase == "allreduce")
 
     if not isinstance(comm, VirtualCommunicator):
-        return PlannedFaults(plan, strike, announce, report)
+        return Injector(plan, strike, announce, report)
     if other := [fault for fault in plan.faults if fault.kind not in ("kill", FLIP)]:
         raise ConfigError(
             f"--inject {other[0].to_spec()}: with --fabric virtual all workers share one process, so a fault must be kill or flip; use another fabric for the rest"
         )
-    return PlannedFaults(plan, fail, announce, report)
+    return Injector(plan, fail, announce, report)
 
 
 def check_faults(planned: str, trainable: Trainable, end: int, *, in_framework: bool = False) -> None:

@@ -451,7 +451,7 @@ class TrainingLoop:
             outcomes = self._restorer.save_without_store()
         for outcome in outcomes:
             self._log.saved(outcome)
-        if not (job.checkpoints.has(job.step) or self._restorer.belongs_to_later_loop):
+        if not (job.checkpoints.last() >= job.step or self._restorer.belongs_to_later_loop):
             raise lost
         self._recovery.forget()
         self._status.outcome = "stopped"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.checkpoint import LoadedCheckpoint, take
@@ -277,7 +277,7 @@ class StateRestorer:
     def save_without_store(self) -> list[WriteResult]:
         """Save the state before the step in progress, unless this step or a later one is saved already; return the outcomes."""
         checkpoints = self._job.checkpoints
-        if self.belongs_to_later_loop or checkpoints.has(self._job.step):
+        if self.belongs_to_later_loop or checkpoints.last() >= self._job.step:
             return checkpoints.poll()
         checkpoints.drop()
         content = take(self._state(self._trainable.state_dict()))
@@ -379,26 +379,38 @@ class StateRestorer:
         self._trainable.adopt_placement(info["placement"])
 
     def _find(self, *, trained: bool) -> int:
-        """Return the newest step that this loop can resume from, -1 for none."""
-        job = self._job
-        if job.rebuilds.count:
-            step = job.checkpoints.newest(self._warn, keep=self._trainable.is_replicated)
-            return step if step >= 0 and job.checkpoints.info(step)["loop"] >= job.loop else -1
-        if not trained and self._begun_from is not None:  # a failure interrupted loading; some workers have it
-            return self._begun_from
-        if not trained and job.loops.loaded is not None:
-            return job.loops.loaded.step
-        if not trained and (job.loop > 0 or not job.settings.resume):
-            job.checkpoints.check_empty(ours=job.loop > 0)
-            return -1
-        step = job.checkpoints.newest(self._warn, keep=self._trainable.is_replicated)
-        if step < 0 and not trained and job.loop >= 0:
-            self._log.warn(f"there is no intact checkpoint in {job.checkpoints.url}: training starts at step 0")
-        of_another_loop = trained and step >= 0 and job.checkpoints.info(step)["loop"] != job.loop
-        return -1 if of_another_loop else step
+        """Return the newest step that this loop can resume from, -1 for none: that of the first origin that applies."""
+        job, begun, loaded = self._job, self._begun_from, self._job.loops.loaded
+        origins: tuple[tuple[bool, Callable[[], int | None]], ...] = (
+            (job.rebuilds.count > 0, lambda: self._newest(lambda loop: loop >= job.loop)),
+            (trained, lambda: self._newest(lambda loop: loop == job.loop)),
+            # a failure interrupted loading, and some workers have this state
+            (begun is not None, lambda: begun),
+            # an earlier loop has loaded it, and it is of a later one
+            (loaded is not None, lambda: None if loaded is None else loaded.step),
+            (job.loop > 0, lambda: None),
+            (not job.settings.resume, job.checkpoints.check_empty),
+            (True, self._newest_of_run),
+        )
+        step = next(step() for applies, step in origins if applies)
+        return -1 if step is None else step
 
-    def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._log.warn(f"skipped step {step}: {damage}")
+    def _newest(self, may_be_of: Callable[[int], bool]) -> int | None:
+        """Return the newest intact step if the loop that it is of is allowed."""
+        step = self._newest_of_all()
+        return step if step is not None and may_be_of(self._job.checkpoints.info(step)["loop"]) else None
+
+    def _newest_of_run(self) -> int | None:
+        step = self._newest_of_all()
+        if step is None and self._job.loop >= 0:
+            self._log.warn(f"there is no intact checkpoint in {self._job.checkpoints.url}: training starts at step 0")
+        return step
+
+    def _newest_of_all(self) -> int | None:
+        def warn(step: int, damage: CheckpointCorrupt) -> None:
+            self._log.warn(f"skipped step {step}: {damage}")
+
+        return self._job.checkpoints.newest(warn, keep=self._trainable.is_replicated)
 
     def _restore(self, loaded: LoadedCheckpoint, *, keeps: bool = False, joins: bool = False) -> None:
         """Load a state.

@@ -29,56 +29,12 @@ Due = tuple[int, Fault]
 """A fault that is due, after its number in the plan."""
 
 
-class Injector:
-    """Receives the phases of each worker, and strikes when the plan says so; this base class never strikes."""
-
-    def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Strike if a fault is due for ``rank`` at ``phase`` of ``step``.
-
-        Args:
-            phase: The phase of the step.
-            step: The step in progress.
-            rank: The worker in that phase.
-            bucket: In an all-reduce: the bucket reduced before it. In ``handover``: the next slice.
-        """
-
-    def waits_for(self, phase: str, step: int, rank: int) -> bool:
-        """Return whether a fault is due there, so that expensive preparations are made only then."""
-        return False
-
-    def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
-        """Return the flips of a target that are due there; see :data:`~holdfast.faults.flip.TARGETS`.
-
-        Args:
-            target: The target that can be altered here.
-            step: The step in progress.
-            rank: The worker that owns it.
-            bucket: Of a message: the bucket that is reduced.
-        """
-        return ()
-
-    def alters(self, target: str) -> bool:
-        """Return whether the plan alters a target in any step, on any worker; the same on every worker."""
-        return False
-
-    def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
-        """Carry a flip out, unless it already was: alter tensors in place.
-
-        Raises:
-            ConfigError: if it names none of the tensors, or cannot be applied to them.
-        """
-
-
-class NoFaults(Injector):
-    """Never strikes."""
-
-
 Tell = Callable[[int, Fault, Sequence[Mapping[str, Any]], int], None]
 """Receives the result of a flip: its number, the fault, some of the altered values, and how many were altered."""
 
 
-class PlannedFaults(Injector):
-    """Strikes as planned, each fault once.
+class Injector:
+    """Receives the phases of each worker, and strikes when the plan says so, by each fault once; without a plan never.
 
     Args:
         plan: Which fault is due when.
@@ -89,18 +45,25 @@ class PlannedFaults(Injector):
 
     def __init__(
         self,
-        plan: FaultPlan,
-        strike: Callable[[Fault], None],
-        announce: Callable[[int, Fault], None],
+        plan: FaultPlan | None = None,
+        strike: Callable[[Fault], None] = lambda fault: None,
+        announce: Callable[[int, Fault], None] = lambda number, fault: None,
         tell: Tell = lambda *told: None,
     ) -> None:
-        self._plan = plan
+        self._plan = plan or FaultPlan()
         self._strike = strike
         self._announce = announce
         self._tell = tell
 
     def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Strike if a fault is due."""
+        """Strike if a fault is due for ``rank`` at ``phase`` of ``step``.
+
+        Args:
+            phase: The phase of the step.
+            step: The step in progress.
+            rank: The worker in that phase.
+            bucket: In an all-reduce: the bucket reduced before it. In ``handover``: the next slice.
+        """
         due = self._plan.due(rank, step, phase, bucket)
         if due is None:
             return
@@ -110,11 +73,18 @@ class PlannedFaults(Injector):
         self._strike(fault)
 
     def waits_for(self, phase: str, step: int, rank: int) -> bool:
-        """Return whether a fault is due there."""
+        """Return whether a fault is due there, so that expensive preparations are made only then."""
         return self._plan.due(rank, step, phase) is not None
 
     def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
-        """Return the flips that are due there."""
+        """Return the flips of a target that are due there; see :data:`~holdfast.faults.flip.TARGETS`.
+
+        Args:
+            target: The target that can be altered here.
+            step: The step in progress.
+            rank: The worker that owns it.
+            bucket: Of a message: the bucket that is reduced.
+        """
         flips, plan = [], self._plan
         while (due := plan.due(rank, step, TARGETS[target], bucket, target)) is not None:
             flips.append(due)
@@ -122,11 +92,15 @@ class PlannedFaults(Injector):
         return flips
 
     def alters(self, target: str) -> bool:
-        """Return whether any fault of the plan does, also one that has struck."""
+        """Return whether the plan alters a target in any step, on any worker, even if it has; the same on every worker."""
         return any(fault.flip is not None and fault.flip.target == target for fault in self._plan.faults)
 
     def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
-        """Carry a flip out."""
+        """Carry a flip out, unless it already was: alter tensors in place.
+
+        Raises:
+            ConfigError: if it names none of the tensors, or cannot be applied to them.
+        """
         from holdfast.faults.tensors import alter
 
         number, fault = due

@@ -45,7 +45,6 @@ class Tensors:
         self._raw = [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in raw]
 
     def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
-        """See :meth:`~holdfast.faults.alteration.Values.read`."""
         results = []
         for place, index in wanted:
             raw, at = self._raw[place], self._at(place, index)
@@ -54,7 +53,6 @@ class Tensors:
         return results
 
     def write(self, changes: Sequence[ValueChange]) -> None:
-        """See :meth:`~holdfast.faults.alteration.Values.write`."""
         for change in changes:
             raw, at, values = self._raw[change.place], self._at(change.place, change.index), change.after
             if raw.device.type == "cpu":

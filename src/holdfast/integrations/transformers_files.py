@@ -21,7 +21,7 @@ def kept_state(settings: Settings) -> dict[str, Any]:
     """
     manager = CheckpointManager(settings, background=False)
     step = manager.newest(lambda *_: None, keep=False)
-    if step < 0:
+    if step is None:
         return {}
     state: dict[str, Any] = manager.info(step).get("framework", {})
     if not state:

@@ -1,8 +1,8 @@
 """Acts: the members of a generation each cast a vote, and all of them read one decision.
 
-Votes are many and decisions are few. A store that counts the votes itself (:class:`Tally`) sends only decisions to its
-clients; over any other store each member counts, and the first one creates the decision. Both call :func:`decide`. A
-node's launcher casts the votes of its workers together (:class:`NodeVotes`).
+Votes are many and decisions are few. The store counts the votes (:class:`Tally`), and its clients see only decisions:
+a hub counts each vote once, of etcd's clients each counts, and the first one creates the decision. A node's launcher
+casts the votes of its workers together (:class:`NodeVotes`).
 
 ==========================  =================================================
 ==========================  =================================================
@@ -20,8 +20,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _VOTE = re.compile(
     r"(?P<act>(?P<scope>.*?)g/(?P<generation>[0-9]+)/act/(?P<name>[^/]+)/)(?:node/[^/]+|(?P<rank>[0-9]+))"
@@ -114,33 +115,6 @@ def decode_members(text: str) -> tuple[int, ...]:
     return tuple(itertools.chain.from_iterable(range(first, last + 1) for first, last in runs))
 
 
-class MixedVotes(Exception):
-    """Members take part in different acts at the same point; the argument is a list of them."""
-
-
-def decide(votes: Mapping[int, RosterVote], dead: Collection[int], newcomers: Callable[[int], Collection[int]]) -> str:
-    """Return the decision of an act in which every member has voted that is not dead.
-
-    Args:
-        votes: The votes, also of members that have died since.
-        dead: The members that are known to be dead.
-        newcomers: Returns the workers that wait to be admitted to a training loop.
-
-    Raises:
-        MixedVotes: if not all members take part in the same act.
-    """
-    (act, *other_acts) = dict.fromkeys(vote.act for vote in votes.values())
-    if other_acts:
-        raise MixedVotes(sorted(rank for rank, vote in votes.items() if vote.act != act))
-    if act == "agree":
-        return json.dumps(not dead and all(vote.flag for vote in votes.values()))
-    alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
-    stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
-    loops = {vote.admits for vote in alive.values()}
-    admitted = newcomers(loops.pop()) if len(loops) == 1 else ()
-    return encode_members({*stay, *admitted})
-
-
 @functools.lru_cache(maxsize=256)  # most members of a job cast the same votes
 def parse_vote(text: str) -> RosterVote:
     """Return the vote in a text; raise ``ValueError`` if it is none."""
@@ -189,8 +163,16 @@ class _Act:
     is_done: bool = False
 
 
+class ActDecision(NamedTuple):
+    """A key to create now and its value, and the act that it decides: a prefix of the keys of its votes."""
+
+    key: str
+    value: str
+    act: str
+
+
 class Tally:
-    """Counts votes for a store that sees every change first: each call of :meth:`note` is one change.
+    """Counts votes for a store: each call of :meth:`note` is one change, in the order in which the store made them.
 
     What is written must have passed :func:`check_vote`.
     """
@@ -201,8 +183,8 @@ class Tally:
         self._dead: set[int] = set()
         self._joins: dict[str, dict[int, str]] = {}
 
-    def note(self, key: str, value: str | None) -> list[tuple[str, str]]:
-        """Take note of a change (None: the key was removed); return the keys to create now, with their values."""
+    def note(self, key: str, value: str | None) -> list[ActDecision]:
+        """Take note of a change (None: the key was removed); return the decisions that follow."""
         if vote := vote_key(key):
             return self._note_vote(vote, value)
         if key.startswith(_DEAD) and (rank := key[len(_DEAD) :]).isdecimal():
@@ -217,7 +199,7 @@ class Tally:
                 waiting[int(match["rank"])] = value
         return []
 
-    def _note_vote(self, vote: VoteKey, value: str | None) -> list[tuple[str, str]]:
+    def _note_vote(self, vote: VoteKey, value: str | None) -> list[ActDecision]:
         if value is None:
             self._acts.pop(vote.act, None)
             return []
@@ -227,19 +209,19 @@ class Tally:
             act.votes[int(rank)] = text
         return self._decide([act])
 
-    def _note_members(self, at: tuple[str, int], value: str | None) -> list[tuple[str, str]]:
+    def _note_members(self, at: tuple[str, int], value: str | None) -> list[ActDecision]:
         self._members.pop(at, None)
         if value is not None:
             self._members[at] = frozenset(decode_members(value))
         return self._decide([act for act in self._acts.values() if (act.key.scope, act.key.generation) == at])
 
-    def _decide(self, acts: Iterable[_Act]) -> list[tuple[str, str]]:
+    def _decide(self, acts: Iterable[_Act]) -> list[ActDecision]:
         decided = []
         for act in acts:
             members = self._members.get((act.key.scope, act.key.generation))
             if not act.is_done and act.votes and members is not None and self._is_complete(act, members):
                 act.is_done = True
-                decided.append(self._decision(act, members))
+                decided.append(ActDecision(*self._decision(act, members), act.key.act))
         return decided
 
     def _is_complete(self, act: _Act, members: frozenset[int]) -> bool:
@@ -254,21 +236,23 @@ class Tally:
         return any(scope == key.scope and number > key.generation for scope, number in self._members)
 
     def _decision(self, act: _Act, members: frozenset[int]) -> tuple[str, str]:
+        """Return key and value of the decision of an act in which every member has voted that is not dead."""
         if act.key.gathers:
             return act.key.decision, json.dumps({rank: text for rank, text in act.votes.items() if text})
         votes = {rank: parse_vote(text) for rank, text in act.votes.items()}
-        waiting = self._joins.get(act.key.scope, {})
-
-        def newcomers(loop: int) -> list[int]:
-            gone = members | self._dead  # a member may not have removed its request yet
-            return [rank for rank, wish in waiting.items() if _loop(wish) == loop and rank not in gone]
-
-        try:
-            decision = decide(votes, members & self._dead, newcomers)
-        except MixedVotes as error:
-            return f"{act.key.act}mixed", json.dumps(error.args[0])
-        shrinks = next(iter(votes.values())).act == "shrink"
-        return (act.key.next_members if shrinks else act.key.decision), decision
+        (kind, *other_kinds) = dict.fromkeys(vote.act for vote in votes.values())
+        if other_kinds:
+            return f"{act.key.act}mixed", json.dumps(sorted(rank for rank, vote in votes.items() if vote.act != kind))
+        if kind == "agree":
+            agreed = not members & self._dead and all(vote.flag for vote in votes.values())
+            return act.key.decision, json.dumps(agreed)
+        alive = {rank: vote for rank, vote in votes.items() if rank not in self._dead}
+        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or the state would be lost
+        loops = {vote.admits for vote in alive.values()}
+        waiting = self._joins.get(act.key.scope, {}) if len(loops) == 1 else {}
+        gone = members | self._dead  # a member may not have removed its request yet
+        admitted = [rank for rank, wish in waiting.items() if _loop(wish) in loops and rank not in gone]
+        return act.key.next_members, encode_members({*stay, *admitted})
 
 
 class NodeVotes:

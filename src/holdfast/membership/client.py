@@ -77,27 +77,14 @@ class HubStore(Store):
         self._thread.start()
 
     @property
-    def counts_votes(self) -> bool:
-        """See :attr:`Store.counts_votes`."""
-        return True
-
-    @property
-    def decides_once(self) -> bool:
-        """See :attr:`Store.decides_once`; a relay says whether the store behind it does."""
-        return self._decides_once
-
-    @property
     def own_address(self) -> str:
-        """See :attr:`Store.own_address`."""
         return self._own_address
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
-        """See :meth:`Store.put`."""
         check_size(key, value)
         self._request("put", key=key, value=value, leased=leased)
 
     def create(self, key: str, value: str) -> bool:
-        """See :meth:`Store.create`."""
         check_size(key, value)
         return self._request("create", key=key, value=value)
 
@@ -107,20 +94,16 @@ class HubStore(Store):
         return len(self._places) == 1
 
     def post(self, key: str, value: str) -> None:
-        """See :meth:`Store.post`."""
         self._post("put", key, value)
 
     def post_new(self, key: str, value: str) -> None:
-        """See :meth:`Store.post_new`."""
         self._post("create", key, value)
 
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         check_size(key, "")
         self._request("delete", key=key)
 
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         self._lose("the connection was closed here")
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -256,7 +239,6 @@ class HubStore(Store):
 
     def _take_greeting(self, message: dict[str, Any]) -> None:
         self._route = message.get("address", "")
-        self._decides_once = bool(message.get("decides_once", True))
         if beat_s(message["lease_s"]) != self._beat_s:
             self._keep_time(message["lease_s"])
 

@@ -1,7 +1,8 @@
-"""The store in an etcd cluster (3.4 or newer), which outlives every launcher; it needs no client library.
+"""The store in an etcd cluster, which outlives every launcher; it needs no client library.
 
 All requests go to one member of the cluster, and to the next when it does not answer. The local copy is read once and
 then updated by a watch; it includes this client's own writes before :meth:`EtcdStore.put` and the other methods return.
+etcd counts no votes, so each client does, in the order of the changes; a decision is created by the first one.
 
 ``etcd://USER@HOST:PORT/JOB`` names an etcd user, whose password is the token; without USER, etcd must allow anonymous
 access. The connection is not encrypted: use a trusted network.
@@ -9,18 +10,23 @@ access. The connection is not encrypted: use a trusted network.
 
 from __future__ import annotations
 
-import http.client
+import contextlib
+import functools
 import itertools
+import logging
 import math
+import queue
+import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import gateway
+from holdfast.membership.acts import ActDecision, Tally, vote_key
 from holdfast.membership.gateway import (
     EtcdCluster,
     EtcdConnection,
@@ -28,10 +34,7 @@ from holdfast.membership.gateway import (
     EtcdUnavailable,
     decode,
     encode,
-    parse_object,
-    sockets_of,
     under,
-    wake,
 )
 from holdfast.membership.store import (
     LEASE_S,
@@ -44,10 +47,12 @@ from holdfast.membership.store import (
     search_s,
 )
 
+logger = logging.getLogger(__name__)
+
+SUPPORTED = (3, 5, 6)
+"""The first version whose data stay consistent when members crash, with users, too."""
 _NAP_S = 0.1
 _PAGE = 256
-
-_PROBES = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
 class EtcdStore(Store):
@@ -78,16 +83,18 @@ class EtcdStore(Store):
         self._me, self._numbers = secrets.token_hex(4), itertools.count()
         self._lease = ""
         self._revision = 0
+        self._tally = Tally()
+        self._votes: dict[str, tuple[str, str]] = {}
+        """A vote of each act: its key in etcd, and the revision that created it."""
+        self._decisions: queue.SimpleQueue[tuple[ActDecision, tuple[str, str]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._asking = threading.Lock()
-        self._line, self._beat_line = EtcdConnection(self._cluster), EtcdConnection(self._cluster)
-        self._watched: http.client.HTTPConnection | None = None
-        self._watched_member = self._cluster.member
+        self._line, self._beat_line, self._watch_line = (EtcdConnection(self._cluster) for _ in range(3))
         super().__init__()  # from here on, a fork closes open sockets
         self._begin()
         self._threads = [
             threading.Thread(target=self._guard, args=[work], name=f"holdfast-etcd-{name}", daemon=True)
-            for name, work in (("watch", self._watch), ("beat", self._beat))
+            for name, work in (("watch", self._watch), ("beat", self._beat), ("decide", self._decide))
         ]
         for thread in self._threads:
             thread.start()
@@ -105,9 +112,16 @@ class EtcdStore(Store):
                     f"etcd at {self._where} refuses access: {error}; --rdzv etcd://USER@... names the user, --rdzv-token (HOLDFAST_TOKEN) its password"
                 ) from error
             else:
+                self._check_version()
                 return
         self._line.drop()
         raise StoreLost(f"there is no etcd at {self._where}: {why}") from why
+
+    def _check_version(self) -> None:
+        with contextlib.suppress(EtcdRefused, EtcdUnavailable):  # a user may not be allowed to know it
+            version = str(self._line.request("maintenance/status", {}).get("version"))
+            if () < tuple(map(int, re.findall(r"[0-9]{1,9}", version)[:3])) < SUPPORTED:
+                _warn_of_version(self._where, version)
 
     @property
     def own_address(self) -> str:
@@ -115,23 +129,19 @@ class EtcdStore(Store):
         return best_address(self._cluster.members)
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
-        """See :meth:`Store.put`."""
         check_size(key, value)
-        answer = self._request(
-            "kv/put", lambda: self._pair(key, value) | ({"lease": self._take_lease()} if leased else {})
-        )
+        answer = self._request("kv/put", self._pair(key, value), leased=leased)
         self._catch_up(answer["header"]["revision"])
 
     def create(self, key: str, value: str) -> bool:
-        """See :meth:`Store.create`."""
         check_size(key, value)
         pair = self._pair(key, value)
         body = {
-            "compare": [{"key": pair["key"], "target": "CREATE", "result": "EQUAL", "create_revision": "0"}],
+            "compare": [_created_at(pair["key"], "0")],
             "success": [{"request_put": pair}],
             "failure": [{"request_range": {"key": pair["key"]}}],
         }
-        answer = self._request("kv/txn", lambda: body)
+        answer = self._request("kv/txn", body)
         if answer.get("succeeded"):
             self._catch_up(answer["header"]["revision"])
             return True
@@ -140,15 +150,13 @@ class EtcdStore(Store):
         return bool(entry["value"] == pair["value"])  # our own value: the answer to the first attempt was lost
 
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         check_size(key, "")
         path = self._prefix + key
-        answer = self._request("kv/deleterange", lambda: under(path) if key.endswith("/") else {"key": encode(path)})
+        answer = self._request("kv/deleterange", under(path) if key.endswith("/") else {"key": encode(path)})
         if "deleted" in answer:
             self._catch_up(answer["header"]["revision"])
 
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         self._lose("the connection was closed here")
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -163,14 +171,14 @@ class EtcdStore(Store):
         tag = f"{self._me}.{next(self._numbers)}"
         return {"key": encode(self._prefix + key), "value": encode(f"{tag} {value}")}
 
-    def _request(self, path: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _request(self, path: str, body: dict[str, Any], *, leased: bool = False) -> dict[str, Any]:
         """Send a request until a member answers; if an answer is lost, the request may be executed twice."""
         silence = self._new_silence()
         while not self._lost:
             try:
                 with self._asking:
                     seen = self._revision
-                    answer = self._line.request(path, body())
+                    answer = self._line.request(path, body | ({"lease": self._take_lease()} if leased else {}))
                 if self._has_kept(answer, seen):
                     return answer
             except EtcdUnavailable as error:
@@ -214,8 +222,34 @@ class EtcdStore(Store):
     def _lose(self, why: object) -> None:
         self._note_lost(f"the connection to etcd at {self._where} is lost: {why}")
         self._closing.set()
-        for each in self._sockets():
-            wake(each)
+        self._decisions.put(None)
+        for line in (self._line, self._beat_line, self._watch_line):
+            line.wake()
+
+    # -- decisions
+
+    def _count(self, pair: dict[str, Any], value: str | None) -> None:
+        """Apply a change: count a vote, or put anything else into the local copy."""
+        key = self._key(pair)
+        vote = vote_key(key)
+        if vote is None:
+            self._note(key, value)
+        elif value is not None:
+            self._votes[vote.act] = pair["key"], pair["create_revision"]
+        else:
+            self._votes.pop(vote.act, None)
+        for decision in self._tally.note(key, value):
+            self._decisions.put((decision, self._votes[decision.act]))
+
+    def _decide(self) -> None:
+        """Create decisions, in a thread of its own: the one that counts must read on meanwhile."""
+        while (item := self._decisions.get()) is not None:
+            (key, value, _), vote = item
+            if self.get(key) is None:
+                pair = self._pair(key, value)
+                # Without the vote the act is over: this client has slept, and must not decide it anew.
+                conditions = [_created_at(pair["key"], "0"), _created_at(*vote)]
+                self._request("kv/txn", {"compare": conditions, "success": [{"request_put": pair}]})
 
     # -- heartbeat, in a thread
 
@@ -237,7 +271,8 @@ class EtcdStore(Store):
                 nap_s, why = _NAP_S, str(error)
             if silence.is_too_long():
                 self._lose(why)
-            self._rewatch()
+            if self._watch_line.member != self._cluster.member:
+                self._watch_line.wake()  # the member that it watches may hang, or be cut off from the majority
         self._beat_line.drop()
 
     def _show_life(self) -> None:
@@ -249,68 +284,46 @@ class EtcdStore(Store):
         seen = self._revision
         self._has_kept(self._beat_line.request("kv/range", {"key": encode(self._prefix), "count_only": True}), seen)
 
-    def _rewatch(self) -> None:
-        """Move the watch to the member that answers requests: another one may hang, or be cut off from the majority."""
-        if self._watched_member != self._cluster.member:
-            for each in sockets_of(self._watched):
-                wake(each)
-
     # -- local copy, in a thread
 
     def _read_all(self, line: EtcdConnection) -> None:
         """Replace the local copy by all keys of the store."""
         request: dict[str, Any] = under(self._prefix) | {"limit": _PAGE}
-        items: dict[str, str] = {}
+        pairs: list[dict[str, Any]] = []
         while True:
             page = line.request("kv/range", request)
             request.setdefault("revision", page["header"]["revision"])
-            for pair in page.get("kvs", ()):
-                items[self._key(pair)] = _value(pair)
+            pairs += page.get("kvs", ())
             if not page.get("more"):
                 break
             request["key"] = encode(decode(page["kvs"][-1]["key"]) + "\0")
+        keys = {pair["key"]: self._key(pair) for pair in pairs}
         with self._changed:
-            for gone in self._items.keys() - items.keys():
+            for gone in self._items.keys() - keys.values():
                 self._note(gone, None)
-            for key, value in items.items():
-                self._note(key, value)
+            self._tally, self._votes = Tally(), {}
+            # Votes come last: a decision follows from what else there is.
+            for pair in sorted(pairs, key=lambda pair: vote_key(keys[pair["key"]]) is not None):
+                self._count(pair, _value(pair))
             self._advance(request["revision"])
 
     def _watch(self) -> None:
-        silence = self._new_silence()
+        silence, line = self._new_silence(), self._watch_line
         while not self._closing.is_set():
-            member, why = self._cluster.member, "it ended the watch"
+            wish = under(self._prefix) | {"start_revision": str(self._revision + 1), "fragment": True}
+            why = "it ended the watch"
             try:
-                for result in self._changes(member):
+                for result in line.stream("watch", {"create_request": wish}):
                     silence.broken(time.monotonic())
-                    if not self._take(result):
+                    if self._lost or not self._take(result):
                         break
-            except (*gateway.FAILURES, EtcdRefused) as error:
+            except (EtcdUnavailable, EtcdRefused, ValueError, KeyError) as error:
                 why = str(error)
+            line.drop()
             if silence.is_too_long():
                 self._lose(why)
-            self._cluster.give_up(member)
+            self._cluster.give_up(line.member)
             self._closing.wait(_NAP_S)
-
-    def _changes(self, member: tuple[str, int]) -> Iterator[dict[str, Any]]:
-        """Yield the results of a watch, until it ends."""
-        wish = under(self._prefix) | {"start_revision": str(self._revision + 1), "fragment": True}
-        connection = self._cluster.connect(member)
-        self._watched, self._watched_member = connection, member
-        try:
-            response = self._cluster.request(connection, "watch", {"create_request": wish})
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, seconds in _PROBES:
-                connection.sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
-            connection.sock.settimeout(None)
-            while not self._lost and (line := response.readline()):
-                message = parse_object(line)
-                if "error" in message:
-                    raise EtcdUnavailable(str(message["error"]))
-                yield message["result"]
-        finally:
-            self._watched = None
-            connection.close()
 
     def _take(self, result: dict[str, Any]) -> bool:
         """Apply a result to the local copy; return whether the watch continues."""
@@ -323,7 +336,7 @@ class EtcdStore(Store):
             return False
         with self._changed:
             for event in result.get("events", ()):
-                self._note(self._key(event["kv"]), None if event.get("type") == "DELETE" else _value(event["kv"]))
+                self._count(event["kv"], None if event.get("type") == "DELETE" else _value(event["kv"]))
             if "events" in result and not result.get("fragment"):
                 self._advance(result["events"][-1]["kv"]["mod_revision"])
         return True
@@ -336,12 +349,25 @@ class EtcdStore(Store):
         return decode(pair["key"]).removeprefix(self._prefix)
 
     def _sockets(self) -> list[socket.socket]:
-        return [*self._line.sockets, *self._beat_line.sockets, *sockets_of(self._watched)]
+        return [*self._line.sockets, *self._beat_line.sockets, *self._watch_line.sockets]
 
     def _forget(self) -> None:
         super()._forget()
         self._asking = threading.Lock()
         self._closing = threading.Event()
+
+
+@functools.cache  # once in a process, however many stores it opens
+def _warn_of_version(where: str, version: str) -> None:
+    oldest = ".".join(map(str, SUPPORTED))
+    logger.warning(
+        "etcd at %s has version %s: versions before %s may lose or corrupt data; upgrade it", where, version, oldest
+    )
+
+
+def _created_at(key: str, revision: str) -> dict[str, str]:
+    """Return the condition that a key exists since this revision; "0": that it does not exist."""
+    return {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": revision}
 
 
 def _value(pair: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import http.client
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.errors import ConfigError
@@ -40,10 +41,15 @@ class EtcdUnavailable(Exception):
     """The member cannot answer now."""
 
 
-_TOO_LONG = (OverflowError, MemoryError)
-"""Raised for an answer that is said to be longer than memory."""
-FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, *_TOO_LONG, EtcdUnavailable)
-"""All errors that a request to an unavailable member, or to another program in its place, may raise."""
+_FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, OverflowError, MemoryError, EtcdUnavailable)
+"""All errors that a request to an unavailable member, or to another program in its place, may raise: an answer may be said
+to be longer than memory."""
+_KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 
 
 class EtcdCluster:
@@ -86,7 +92,7 @@ class EtcdCluster:
         response = connection.getresponse()
         if response.status == http.HTTPStatus.OK:
             return response
-        refused = EtcdRefused(parse_object(response.read()))
+        refused = EtcdRefused(_parse(response.read()))
         if self._user and (refused.code == _NOBODY or _OLD in str(refused)):  # or the member was restarted
             self.log_out()
             raise EtcdUnavailable(str(refused))
@@ -100,32 +106,40 @@ class EtcdCluster:
 
     def _log_in(self, connection: http.client.HTTPConnection) -> str:
         body = {"name": self._user, "password": self._password}
-        self._pass = str(parse_object(self.request(connection, "auth/authenticate", body).read())["token"])
+        self._pass = str(_parse(self.request(connection, "auth/authenticate", body).read())["token"])
         return self._pass
 
 
 class EtcdConnection:
-    """A connection to the member in use, for one request at a time."""
+    """A connection to the member in use, for one request at a time.
+
+    A request is sent once; if it is not answered (:class:`EtcdUnavailable`), the next goes to the next member.
+    """
 
     def __init__(self, cluster: EtcdCluster) -> None:
         self._cluster = cluster
         self._connection: http.client.HTTPConnection | None = None
-        self._member = cluster.member
+        self.member = cluster.member
 
     def request(self, path: str, body: object) -> dict[str, Any]:
-        """Send a request once; if it is not answered (:class:`EtcdUnavailable`), the next goes to the next member."""
-        if self._connection is None or self._member != self._cluster.member:
-            self.drop()
-            self._member = self._cluster.member
-        try:
-            if self._connection is None:
-                self._connection = self._cluster.connect(self._member)
-            answer = parse_object(self._cluster.request(self._connection, path, body).read())
-        except FAILURES as error:
-            self.drop()
-            self._cluster.give_up(self._member)
-            raise EtcdUnavailable(f"{self._member[0]}:{self._member[1]}: {error}") from error
-        return answer
+        """Return the answer to a request."""
+        with self._giving_up():
+            return _parse(self._send(path, body).read())
+
+    def stream(self, path: str, body: object) -> Iterator[dict[str, Any]]:
+        """Yield the results of a request whose answer has no end, until its connection ends."""
+        with self._giving_up():
+            response = self._send(path, body)
+            for each in self.sockets:
+                for level, option, value in _KEEP_ALIVE:
+                    each.setsockopt(level, option, value)
+                each.settimeout(None)
+            while line := response.readline():
+                message = _parse(line)
+                if "error" in message:
+                    raise EtcdUnavailable(str(message["error"]))
+                yield message["result"]
+            raise EtcdUnavailable("it ended the connection")
 
     def drop(self) -> None:
         """Close the connection; the next request opens a new one."""
@@ -136,7 +150,31 @@ class EtcdConnection:
     @property
     def sockets(self) -> list[socket.socket]:
         """The open sockets."""
-        return sockets_of(self._connection)
+        connection = self._connection
+        each = None if connection is None else connection.sock
+        return [] if each is None else [each]
+
+    def wake(self) -> None:
+        """End the wait of a thread for an answer."""
+        for each in self.sockets:
+            with contextlib.suppress(OSError):  # closed already
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, path: str, body: object) -> http.client.HTTPResponse:
+        if self._connection is None or self.member != self._cluster.member:
+            self.drop()
+            self.member = self._cluster.member
+            self._connection = self._cluster.connect(self.member)
+        return self._cluster.request(self._connection, path, body)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except _FAILURES as error:
+            self.drop()
+            self._cluster.give_up(self.member)
+            raise EtcdUnavailable(f"{self.member[0]}:{self.member[1]}: {error}") from error
 
 
 def _address(host: str) -> tuple[str, int]:
@@ -148,7 +186,7 @@ def _address(host: str) -> tuple[str, int]:
     return name.strip("[]"), int(port)
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def _parse(data: bytes) -> dict[str, Any]:
     """Return the object in an answer of etcd; raise ``ValueError`` if it is none."""
     try:
         answer = json.loads(data)
@@ -172,15 +210,3 @@ def encode(text: str) -> str:
 def decode(data: str) -> str:
     """Decode a text from etcd's JSON."""
     return base64.b64decode(data).decode(errors="replace")
-
-
-def sockets_of(connection: http.client.HTTPConnection | None) -> list[socket.socket]:
-    """Return the open sockets."""
-    each = None if connection is None else connection.sock
-    return [] if each is None else [each]
-
-
-def wake(each: socket.socket) -> None:
-    """Wake threads that wait for a socket."""
-    with contextlib.suppress(OSError):  # closed already
-        each.shutdown(socket.SHUT_RDWR)

@@ -88,7 +88,7 @@ class HubState:
     def _count(self, changes: list[tuple[str, str, str | None]]) -> None:
         """Create the decisions that follow from ``changes``, and add them."""
         for job, key, value in changes:  # which grow meanwhile
-            for name, decision in self._tallies.setdefault(job, Tally()).note(key, value):
+            for name, decision, _ in self._tallies.setdefault(job, Tally()).note(key, value):
                 if name not in self.jobs[job]:
                     self.jobs[job][name] = decision
                     changes.append((job, name, decision))

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.errors import StoreLost
-from holdfast.membership.acts import NodeVotes, Tally, vote_key
+from holdfast.membership.acts import NodeVotes, vote_key
 from holdfast.membership.server import Client, Incoming, LineServer, Outgoing, answer_to, check_request
 from holdfast.membership.store import LEASE_S, Store, remove
 from holdfast.membership.wire import BEAT, MAX_LINE_BYTES, dump, parse
@@ -55,12 +55,10 @@ class Relay(LineServer):
             "done": True,
             "lease_s": lease_s,
             "address": store.own_address,
-            "decides_once": store.decides_once,
         }
         self._items: dict[str, str] = {}
         self._clients: set[Client] = set()
         self._votes = NodeVotes(node, self._items.get, ranks)
-        self._tally = None if store.counts_votes else Tally()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="holdfast-relay")
         self._forwarding: set[asyncio.Task[None]] = set()
         self._creating: dict[str, asyncio.Event] = {}
@@ -88,10 +86,6 @@ class Relay(LineServer):
     def _pass_on(self, key: str, value: str | None) -> None:
         if not key:
             self._loop.stop()  # the store is lost, for the workers, too
-            return
-        for name, decision in [] if self._tally is None else self._tally.note(key, value):
-            self._start(self._write("create", name, decision))
-        if vote_key(key) is not None:
             return
         if value is None:
             remove(self._items, key)

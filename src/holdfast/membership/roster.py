@@ -1,8 +1,8 @@
 """Uniform agreement among live members, built on a store.
 
 In every act of a generation, each member casts a vote and waits. Once all members have voted that are not known to be
-dead, the store or any member that sees this tries to create the decision key. Only the stored decision counts, so it is
-the same for all members, even if they knew of different failures.
+dead, the store creates the decision key. Only the stored decision counts, so it is the same for all members, even if
+they knew of different failures.
 
 ===========================  =================================================
 ===========================  =================================================
@@ -23,15 +23,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
-from holdfast.membership.acts import (
-    MixedVotes,
-    RosterVote,
-    decide,
-    decode_members,
-    describe_members,
-    encode_members,
-    parse_vote,
-)
+from holdfast.membership.acts import RosterVote, decode_members, describe_members, encode_members
 from holdfast.membership.store import Store
 
 
@@ -169,7 +161,7 @@ class Roster:
 
         def all_texts() -> dict[int, str] | None:
             self.check()
-            return gathered(self.store, prefix, self.members)
+            return gathered(self.store, prefix)
 
         texts = self.store.wait(all_texts)
         assert texts is not None
@@ -193,39 +185,18 @@ class Roster:
 
         def look() -> str | None:
             if mixed := self.store.get(f"{prefix}mixed"):
-                self._stop_mixed(prefix, vote.act, json.loads(mixed))
-            if decided := self.store.get(key):
-                return decided
-            return "" if self._newer() else self._conclude(prefix, vote.act)
+                some = json.loads(mixed)
+                rest = [rank for rank in self.members if (rank in some) != (self.rank in some)]
+                raise InternalError(f"worker {self.rank} is in {vote.act}, workers {rest} are not, in act {prefix}")
+            return self.store.get(key) or ("" if self._newer() else None)
 
-        while True:
-            proposal = self.store.wait(look)
-            assert proposal is not None
-            decided = self.store.get(key)  # before a look at generations: the decision counts if it came before them
-            if newer := self._newer():
-                if vote.leaves or key == self._members_key(newer[0]):
-                    return newer
-                self._stop(*newer)  # the decision may have been removed by now
-            if decided is not None:  # the store or another member has created it
-                return self.generation, decided
-            self.store.create(key, proposal)
-
-    def _conclude(self, prefix: str, act: str) -> str | None:
-        """Return the decision that follows from the votes, None while a vote is missing, or where the store counts."""
-        if self.store.counts_votes:
-            return None
-        texts = {int(rank): text for rank, text in self.store.under(prefix).items() if rank.isdecimal()}
-        dead = self.dead()
-        if any(rank not in texts and rank not in dead for rank in self.members):
-            return None
-        votes = {rank: parse_vote(text) for rank, text in texts.items()}
-        try:
-            return decide(votes, dead, self.newcomers)
-        except MixedVotes:
-            self._stop_mixed(prefix, act, sorted(rank for rank, vote in votes.items() if vote.act != act))
-
-    def _stop_mixed(self, prefix: str, act: str, workers: Sequence[int]) -> NoReturn:
-        raise InternalError(f"worker {self.rank} is in {act}, workers {list(workers)} are not, in act {prefix}")
+        decided = self.store.wait(look)
+        if newer := self._newer():
+            if vote.leaves or key == self._members_key(newer[0]):
+                return newer
+            self._stop(*newer)  # the decision may have been removed by now
+        assert decided
+        return self.generation, decided
 
     # -- generations
 
@@ -259,21 +230,16 @@ class Roster:
         return [(int(key.partition("/")[0]), members) for key, members in texts.items()]
 
     def _forget(self, generation: int) -> None:
-        """Remove the keys of a generation that no member is in; of the first one, its members stay.
-
-        Members of any generation stay if a client that has slept since could decide anew which they are.
-        """
-        if generation < 0:
-            return
-        is_whole = generation > 0 and self.store.decides_once
-        self.store.delete(f"g/{generation}/" if is_whole else f"g/{generation}/act/")
+        """Remove the keys of a generation that no member is in; of the first one, its members stay."""
+        if generation >= 0:
+            self.store.delete(f"g/{generation}/" if generation else "g/0/act/")
 
     def _newer(self) -> tuple[int, str] | None:
         """Return the next generation and the text of its members, or the newest if that was removed; None if there is none."""
         following = self.generation + 1
         if members := self.store.get(self._members_key(following)):
             return following, members
-        newest = max(self._generations(), default=None) if self.store.decides_once else None
+        newest = max(self._generations(), default=None)
         return None if newest is None or newest[0] < following else newest
 
     def _enter(self, generation: int, members: str, *, leaves: bool = False) -> None:
@@ -290,11 +256,7 @@ class Roster:
         )
 
 
-def gathered(store: Store, prefix: str, members: Sequence[int]) -> dict[int, str] | None:
+def gathered(store: Store, prefix: str) -> dict[int, str] | None:
     """Return the texts that the members have gathered under ``prefix``, None while the text of a living one is missing."""
-    if decision := store.get(f"{prefix}decision"):
-        return {int(rank): text for rank, text in json.loads(decision).items()}
-    if store.counts_votes:
-        return None
-    texts = {int(rank): text for rank, text in store.under(prefix).items() if rank.isdecimal()}
-    return texts if texts.keys() >= set(members) else None
+    decision = store.get(f"{prefix}decision")
+    return {int(rank): text for rank, text in json.loads(decision).items()} if decision else None

@@ -2,6 +2,8 @@
 
 A store maps keys to short strings. :meth:`Store.create` makes it suitable for agreement: of all clients that try to
 create a key, exactly one succeeds, and all read its value. All clients are notified of every change, so reads are local.
+The store also decides: it counts the votes that members cast (:mod:`~holdfast.membership.acts`), creates each decision
+once, not again after the keys of its act were removed, and shows its clients decisions, not votes.
 """
 
 from __future__ import annotations
@@ -102,16 +104,6 @@ class Store(ABC):
     def lost(self) -> str:
         """Why the store is lost, or ""."""
         return self._lost
-
-    @property
-    def counts_votes(self) -> bool:
-        """Whether the store decides acts itself (:class:`~holdfast.membership.acts.Tally`)."""
-        return False
-
-    @property
-    def decides_once(self) -> bool:
-        """Whether no act is decided again after its keys were removed, not even by a client that has slept since."""
-        return False
 
     _token = ""
 

@@ -87,14 +87,14 @@ class PartRestorer:
         if restored is None:
             return self._in_checkpoint(part)
         oldest = math.ceil(step - float(restored.ages.double().mean()))
-        is_there = self._job.checkpoints.has(oldest)  # checking a checkpoint reads all of it
+        is_there = self._job.checkpoints.last() >= oldest  # checking a checkpoint reads all of it
         return (self._in_checkpoint(part, oldest) if is_there else None) or ("copy", restored)
 
     def _in_checkpoint(self, part: int, oldest: int = 0) -> _Found | None:
         """Return the part from the newest intact checkpoint of this loop, if that is of step ``oldest`` or later."""
         checkpoints = self._job.checkpoints
         step = checkpoints.newest(self._warn, keep=False)
-        if step < oldest or checkpoints.info(step)["loop"] != self._job.loop:
+        if step is None or step < oldest or checkpoints.info(step)["loop"] != self._job.loop:
             return None
         loaded = checkpoints.load(step, all_but("replica/parts", f"replica/parts/{part}"))
         return "checkpoint", self._of_one_age(loaded.state["replica"]["parts"][str(part)], self._job.step - step)

@@ -32,7 +32,7 @@ class BucketReducer:
     adds: OrderedAllReduce  # the all-reduce over these workers
     part: ModelPart  # provides the gradients, and takes the results
     faults: Injector
-    altered: dict[str, int]  # terms that failed their checksum on this worker; see `World.altered`
+    altered: dict[str, int]  # terms that failed their checksum on this worker; see `JobContext.altered`
 
     def sum(
         self,

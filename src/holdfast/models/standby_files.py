@@ -62,7 +62,7 @@ class StandbyFiles:
     def _begin(self, checkpoints: CheckpointStore) -> _Place:
         background = not isinstance(self._job.comm, VirtualCommunicator)
         return _Place(
-            CheckpointWriter(checkpoints, background=background, after_commit=lambda: self._prune(checkpoints))
+            CheckpointWriter(checkpoints, background=background, after_commit=lambda step: self._prune(checkpoints))
         )
 
     def write(self, part: int, step: int, state: Callable[[], Mapping[str, Any]]) -> None:

@@ -192,7 +192,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def rest(self, here: Sequence[int]) -> None:
-        """Note that none of the workers of this process computes; see :meth:`OwnStates.rest`."""
+        """Note that none of the workers of this process computes; see :meth:`DivergentReplicas.rest`."""
 
     @abstractmethod
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
+from holdfast.base.side_work import say
 from holdfast.data.assignment import choose_slices
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import SamplePlan
@@ -32,8 +32,7 @@ def choose_job_slices(job: JobContext, batch_size: int) -> int:
         return workers
     choice = choose_slices(workers, settings.auto_slices, batch_size)
     if job.comm.members and job.is_lead and not settings.resume:
-        sys.stderr.write(f"holdfast: {choice.line}\n")
-        sys.stderr.flush()
+        say(choice.line)
     return choice.slices
 
 

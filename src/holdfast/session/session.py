@@ -14,6 +14,7 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.base import notice
+from holdfast.base.side_work import say
 from holdfast.comm import Communicator
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.data.source import DataOptions, open_source
@@ -284,8 +285,7 @@ class Session(OwnedLoops):
         """Print lines for the user, at the lead, and each of them once."""
         for note in notes:
             if note not in self._said and job.comm.members and job.is_lead:
-                sys.stderr.write(f"holdfast: {note}\n")
-                sys.stderr.flush()
+                say(note)
         self._said.update(notes)
 
     def _train(self, loop: OpenedLoop, *, pauses: bool = False) -> Iterator[Step | Pause]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from holdfast.base.clock import Clock
+from holdfast.base.side_work import say
 from holdfast.checkpoint import LoadedCheckpoint, WritePlan
 from holdfast.comm import Communicator, OrderedAllReduce
 from holdfast.config import Settings
@@ -304,6 +305,10 @@ class JobContext:
     def is_lead(self) -> bool:
         """Whether this process plays the lowest rank alive, which writes everything that is written once."""
         return self.comm.members[0] in self.comm.local_ranks
+
+    def warn(self, text: str) -> None:
+        """Tell the user of a problem that does not end training."""
+        say(f"worker {self.comm.local_ranks[0]}: {text}")
 
     def announce(self) -> None:
         """Publish the current loop, the required platform and the epoch for workers that join later."""

@@ -28,7 +28,7 @@ def hash_digest() -> int:
 def warn_of_hashes(job: JobContext) -> None:
     """Say once that workers have different seeds."""
     if job.is_lead and not job.platform.hashes_differ:
-        _warn(job, f"{_SAYS} at all workers, nor after --resume: export PYTHONHASHSEED=0 before they start")
+        job.warn(f"{_SAYS} at all workers, nor after --resume: export PYTHONHASHSEED=0 before they start")
     job.platform.hashes_differ = True
 
 
@@ -41,10 +41,5 @@ def compare_hashes_with_checkpoint(job: JobContext, then: Mapping[str, Any], pyt
     if seed and seed == _AT_START:  # so their function is another one
         do = f"PYTHONHASHSEED is {seed} as then, but Python is {sys.version.partition(' ')[0]}; use Python {python} again"
     if job.is_lead:
-        _warn(job, f"{_SAYS} as when the checkpoint was made: {do}")
+        job.warn(f"{_SAYS} as when the checkpoint was made: {do}")
     job.platform.hashes_differ = True
-
-
-def _warn(job: JobContext, text: str) -> None:
-    sys.stderr.write(f"holdfast: worker {job.comm.local_ranks[0]}: {text}\n")
-    sys.stderr.flush()

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from holdfast.checkpoint import CheckpointStore, LoadedCheckpoint, WritePlan, take
 from holdfast.checkpoint.files.registry import make_writer
 from holdfast.checkpoint.interval import AdaptiveInterval
+from holdfast.checkpoint.loading import OnDamaged
 from holdfast.checkpoint.parts import Wanted, pick
 from holdfast.checkpoint.retention import to_remove
 from holdfast.checkpoint.writer import CheckpointWriter, WriteResult
@@ -42,11 +43,13 @@ class CheckpointManager:
     def __init__(self, settings: Settings, *, background: bool) -> None:
         self._settings = settings
         self._background = background
-        self._named = bool(settings.checkpoint_dir)
-        self._every = settings.checkpoint_every if self._named else 0
-        self.adaptive = AdaptiveInterval(settings.mtbf_s) if self._named and settings.checkpoint_auto else None
+        self.is_named = bool(settings.checkpoint_dir)
+        """Whether the job has a directory for checkpoints."""
+        self._every = settings.checkpoint_every if self.is_named else 0
+        self.adaptive = AdaptiveInterval(settings.mtbf_s) if self.is_named and settings.checkpoint_auto else None
         self._is_requested = False
-        self._token = 0
+        self.token = 0
+        """A number that all workers of this job share; unique among jobs and among (re)starts of this job."""
         self._begun = (-1, -1)
         self._writers: tuple[int, ...] = ()
         self._alive: frozenset[int] = frozenset()
@@ -81,19 +84,13 @@ class CheckpointManager:
         """Whether the commit or removal of that checkpoint was decided and is still in progress."""
         return self._writer.is_completing
 
-    @property
-    def token(self) -> int:
-        """A number that all workers of this job share; unique among jobs and among (re)starts of this job."""
-        return self._token
-
-    def check_empty(self, *, ours: bool) -> None:
-        """Check that a new run does not mix its checkpoints with those of an older one; with ``ours``, those there are this job's own.
+    def check_empty(self) -> None:
+        """Check that a new run does not mix its checkpoints with those of an older one.
 
         Raises:
-            ConfigError: if other complete checkpoints exist.
+            ConfigError: if there are complete checkpoints.
         """
-        old = self._checkpoints.steps() if self._named and not ours else []
-        if old:
+        if old := self._checkpoints.steps() if self.is_named else []:
             raise ConfigError(
                 f"checkpoint_dir {self.url} already holds a run up to step {max(old)}: "
                 "resume it (--resume), or choose an empty directory"
@@ -107,7 +104,7 @@ class CheckpointManager:
 
     def request(self) -> None:
         """Make a checkpoint due after the step in progress, if the job has a directory for it."""
-        self._is_requested = self._named
+        self._is_requested = self.is_named
 
     def is_due_now(self) -> bool:
         """Return whether a checkpoint is due by this worker's clock; False while the last one is still in progress."""
@@ -126,18 +123,18 @@ class CheckpointManager:
 
     def choose_fallback(self) -> int:
         """Return a unique number for the directory if none was given and the default one is in use; else 0."""
-        return 0 if self._named or not self._checkpoints.steps() else time.time_ns() // 1_000_000_000
+        return 0 if self.is_named or not self._checkpoints.steps() else time.time_ns() // 1_000_000_000
 
     def start_over(self, token: int, fallback: int) -> None:
         """Forget checkpoints in progress; use a new :attr:`token`, and what :meth:`choose_fallback` returned at the lead."""
-        self._token, self._begun = token, (-1, -1)
+        self.token, self._begun = token, (-1, -1)
         if fallback:
             self._open(f"{DEFAULT_DIR}-{fallback}")
 
     def state(self) -> dict[str, Any]:
         """Return what a newcomer must know, as plain JSON."""
         return {
-            "token": self._token,
+            "token": self.token,
             "url": self.url,
             "begun": self._begun[0],
             "requested": self._is_requested,
@@ -149,14 +146,14 @@ class CheckpointManager:
         if state["url"] != self.url:
             self._open(state["url"])
         # All workers begin the checkpoint in progress again, because this worker's part is missing.
-        self._token, self._begun = state["token"], (state["begun"], -1)
+        self.token, self._begun = state["token"], (state["begun"], -1)
         self._is_requested = state.get("requested", False)
         self._damaged.update(state.get("damaged", ()))
 
     def set_interval(self, steps: int, *, automatic: bool) -> None:
         """Save every ``steps`` steps from now on, or at the optimal interval if ``automatic``."""
-        self._every = steps if self._named else 0
-        if not (automatic and self._named):
+        self._every = steps if self.is_named else 0
+        if not (automatic and self.is_named):
             self.adaptive = None
         elif self.adaptive is None:
             self.adaptive = AdaptiveInterval(self._settings.mtbf_s)
@@ -217,7 +214,7 @@ class CheckpointManager:
         if content is None:
             return
         try:
-            self._writer.begin(step, content, info, f"{self._token:x}-{generation}")
+            self._writer.begin(step, content, info, f"{self.token:x}-{generation}")
         except CheckpointError as error:
             self._fail(step, error)
             return
@@ -228,14 +225,13 @@ class CheckpointManager:
         self, state: dict[str, Any], writers: Sequence[tuple[int, ...]], me: tuple[int, ...], *, distinct: bool
     ) -> WritePlan | None:
         """Return what this process writes, or None."""
-        if distinct:
-            return take(state, writers.index(me), len(writers), distinct=True) if me in writers else None
         if me not in writers:
             return None
-        content = take(state)
-        if len(writers) > 1 and content.size_bytes > SHARED_BYTES and not self._one_writer:
-            return take(state, writers.index(me), len(writers))
-        return content if me == writers[0] else None
+        part, parts = writers.index(me), len(writers)
+        content = take(state, part, parts, distinct=True) if distinct else take(state)
+        if not distinct and parts > 1 and content.size_bytes > SHARED_BYTES and not self._one_writer:
+            return take(state, part, parts)
+        return content if distinct or part == 0 else None
 
     def publish(self, stable_step: int, generation: int, *, is_lead: bool) -> None:
         """Commit the pending checkpoint once it is written, if the step before it is durable."""
@@ -256,20 +252,11 @@ class CheckpointManager:
             info: Metadata.
             attempt: A number that no other worker uses for this step, ``>= 0``.
         """
-        begun_s, saved, error = time.monotonic(), None, None
-        try:
-            saved = self._checkpoints.write(step, content, info, f"{self._token:x}-{attempt}").commit(attempt)
-            self._damaged.discard(step)
-            self._prune()
-        except CheckpointError as failure:
-            error = failure
-        took_s = time.monotonic() - begun_s
-        return WriteResult(step=step, saved=saved, error=error, held_s=took_s, written_s=took_s)
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the job has a directory for checkpoints."""
-        return self._named
+        writer = CheckpointWriter(self._checkpoints, background=False, after_commit=self._prune)
+        writer.begin(step, content, info, f"{self.token:x}-{attempt}")
+        writer.commit(attempt)
+        (outcome,) = writer.poll()
+        return outcome
 
     def poll(self) -> list[WriteResult]:
         """Return the outcomes of checkpoints since the last call."""
@@ -287,10 +274,6 @@ class CheckpointManager:
             self._fail(self._writer.step or 0, error)
         return self.poll()
 
-    def has(self, step: int) -> bool:
-        """Return whether a checkpoint of ``step`` or a later one is complete."""
-        return self.last() >= step
-
     def last(self) -> int:
         """Return the step of the last complete checkpoint that is not known to be damaged, or -1."""
         return max((step for step in self._checkpoints.steps() if step not in self._damaged), default=-1)
@@ -306,28 +289,28 @@ class CheckpointManager:
             CheckpointError: if they cannot be removed.
         """
         self._writer.wait()
-        for step in self._checkpoints.steps() if self._named else ():
+        for step in self._checkpoints.steps() if self.is_named else ():
             if step > newest and step not in self._damaged:
                 self._checkpoints.remove(step)
 
     def _fail(self, step: int, error: CheckpointError) -> None:
         self._failed.append(WriteResult(step=step, saved=None, error=error, held_s=0.0, written_s=0.0))
 
-    def _prune(self) -> None:
-        """Apply the retention policy; called outside the loop's thread when a checkpoint has been completed."""
-        settings = self._settings
-        self._damaged.discard(self._writer.step or 0)  # it has been saved again
+    def _prune(self, saved: int) -> None:
+        """Apply the retention policy; called outside the loop's thread when the checkpoint of a step has been completed."""
+        settings, checkpoints = self._settings, self._checkpoints
+        self._damaged.discard(saved)  # it has been saved again
         if not settings.keep_last:
             return
         # Damaged checkpoints do not count towards retention, and stay for inspection.
-        good = [step for step in self._checkpoints.steps_to_prune() if step not in self._damaged]
+        good = [step for step in checkpoints.steps(checkpoints.clean) if step not in self._damaged]
         for step in to_remove(good, settings.keep_last, settings.keep_every):
-            self._checkpoints.remove(step)
+            checkpoints.remove(step)
 
     # -- reading
 
-    def newest(self, on_damaged: Callable[[int, CheckpointCorrupt], None], *, keep: bool = True) -> int:
-        """Return the newest step whose checkpoint is intact in every byte, or -1.
+    def newest(self, on_damaged: OnDamaged, *, keep: bool = True) -> int | None:
+        """Return the newest step whose checkpoint is intact in every byte, or None.
 
         Args:
             on_damaged: Called with each damaged checkpoint that is skipped, newest first.
@@ -341,13 +324,12 @@ class CheckpointManager:
 
         self._writer.wait()
         self._newest_intact = None
-        if not self._named:
-            return -1
-        if keep:
-            self._newest_intact = self._checkpoints.load_newest(note)
-            return -1 if self._newest_intact is None else self._newest_intact.step
-        step = self._checkpoints.newest_intact(note)
-        return -1 if step is None else step
+        if not self.is_named:
+            return None
+        if not keep:
+            return self._checkpoints.newest_intact(note)
+        self._newest_intact = self._checkpoints.load_newest(note)
+        return None if self._newest_intact is None else self._newest_intact.step
 
     def load(self, step: int, only: Wanted | None = None) -> LoadedCheckpoint:
         """Return the state before ``step``, or the part selected by ``only``; see :func:`~holdfast.checkpoint.loading.load`."""

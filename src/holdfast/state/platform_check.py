@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +177,7 @@ def compare_with_others(job: JobContext) -> None:
         return
     why = f"{mismatch.what}: it may not join, its bits would differ; {mismatch.advice}, or allow it with --no-require-same-platform"
     job.log.write(WorkerRefused(step=-1, why=why, platform=job.platform.properties))
-    _warn(job, why)
+    job.warn(why)
     raise SystemExit(0)
 
 
@@ -210,7 +209,7 @@ def warn_of_samples(job: JobContext, *, joins: bool) -> None:
     phrase = "the other workers have" if joins else "the checkpoint was made with"
     text = f"not exact: the data of this loop are not those that {phrase}"
     if (job.is_lead or joins) and text != job.platform.given_up:
-        _warn(job, text)
+        job.warn(text)
     job.platform.given_up = text if _promises(job) else ""
 
 
@@ -219,10 +218,5 @@ def _give_up(job: JobContext, found: PlatformDifference, *, aloud: bool = True) 
     promised = _promises(job)
     text = f"not exact: {found.what}" if promised else f"{found.what}: their bits differ"
     if aloud and text != job.platform.given_up:
-        _warn(job, text)
+        job.warn(text)
     job.platform.given_up = text if promised else ""
-
-
-def _warn(world: JobContext, text: str) -> None:
-    sys.stderr.write(f"holdfast: worker {world.comm.local_ranks[0]}: {text}\n")
-    sys.stderr.flush()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.base.orders import base_of
+from holdfast.base.side_work import say
 from holdfast.checkpoint.writer import WriteResult
 from holdfast.comm.launchers import chosen
 from holdfast.data.ledger import SampleCounts
@@ -299,14 +299,12 @@ class RunLog:
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end training."""
-        sys.stderr.write(f"holdfast: worker {self._job.comm.local_ranks[0]}: {text}\n")
-        sys.stderr.flush()
+        self._job.warn(text)
 
     def print_line(self, text: str) -> None:
         """Report progress to the user; under the launcher, the records do that."""
         if self._job.is_lead and not self._job.settings.run_dir:
-            sys.stderr.write(f"holdfast: {text}\n")
-            sys.stderr.flush()
+            say(text)
 
 
 def _certified(link: ChainLink | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from holdfast.errors import ConfigError
 
@@ -102,13 +102,22 @@ def is_remote(url: str | Path) -> bool:
     return isinstance(url, str) and "://" in url and not url.startswith("file://")
 
 
-Where = Storage | str | Path
+@runtime_checkable
+class HasStorage(Protocol):
+    """Something with a storage, such as :class:`~holdfast.checkpoint.store.CheckpointStore`."""
+
+    storage: Storage
+
+
+Where = HasStorage | Storage | str | Path
 """A storage, or its directory or URL."""
 
 
 def as_storage(where: Where) -> Storage:
     """Return the storage; see :func:`open_storage`."""
-    return open_storage(where) if isinstance(where, str | Path) else where
+    if isinstance(where, str | Path):
+        return open_storage(where)
+    return where.storage if isinstance(where, HasStorage) else where
 
 
 def open_storage(url: str | Path, base: str = "") -> Storage:

@@ -38,7 +38,6 @@ class LocalStorage:
         self._root = (base / root).absolute()  # a script may change the working directory while a checkpoint is written
 
     def names(self, folder: str) -> list[str]:
-        """See :meth:`Storage.names`."""
         try:
             return sorted(os.listdir(self._root / folder))  # thousands of Path objects would take ten times as long
         except FileNotFoundError:
@@ -51,7 +50,6 @@ class LocalStorage:
             ) from error
 
     def read(self, path: str) -> bytes | None:
-        """See :meth:`Storage.read`."""
         try:
             with self.reader(path) as reader:
                 if reader.size_bytes > MAX_BYTES:
@@ -67,7 +65,6 @@ class LocalStorage:
 
     @contextmanager
     def reader(self, path: str) -> Iterator[LocalReader]:
-        """See :meth:`Storage.reader`."""
         whole = self._root / path
         try:
             # Without O_NONBLOCK, opening a pipe in place of the file would block forever.
@@ -90,7 +87,6 @@ class LocalStorage:
         return path
 
     def store(self, folder: str, names: tuple[str, ...]) -> None:
-        """See :meth:`Storage.store`."""
         path = self._root / folder
         with explained("write to", path):
             for name in names:
@@ -98,7 +94,6 @@ class LocalStorage:
             _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def link(self, path: str, name: str) -> bool:
-        """See :meth:`Storage.link`."""
         try:
             os.link(self._root / path, self._root / name)
         except OSError:
@@ -106,7 +101,6 @@ class LocalStorage:
         return True
 
     def put(self, path: str, data: bytes) -> None:
-        """See :meth:`Storage.put`."""
         whole = self._root / path
         draft = whole.with_name(whole.name + ".tmp")
         with explained("write", whole):
@@ -138,7 +132,6 @@ class LocalStorage:
             )
 
     def remove(self, path: str) -> None:
-        """See :meth:`Storage.remove`."""
         whole = self._root / path
         with explained("remove", whole):
             _remove(whole)
@@ -157,7 +150,6 @@ class LocalReader:
         self.num_names = status.st_nlink
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """See :meth:`Reader.read_into`."""
         done = 0
         try:
             while done < len(out) and (got := os.preadv(self._number, [out[done:]], offset + done)):

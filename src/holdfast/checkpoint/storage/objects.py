@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
@@ -22,11 +21,6 @@ _BACKOFF_BASE = 3
 """Limits of retries: their number, and the total time. They cover a short restart of the server, of
 some seconds in all."""
 
-_PART_BYTES = 8 << 20
-_MAX_PARTS = 10_000
-_UPLOADS = 4
-"""Large files are uploaded in parts, this many at a time. S3 allows at most ``_MAX_PARTS`` parts per object."""
-
 _process: int | None = None
 """The process that used obstore first."""
 
@@ -34,11 +28,11 @@ _memories: dict[str, MemoryStore] = {}
 """The objects of this process, by host of the ``memory://`` URL."""
 
 
-class ObjectClient:
-    """Objects by name, with ``/`` between its parts: the operations of obstore that :class:`RemoteStorage` uses.
+class ObjectService:
+    """Where objects are, and what the errors of obstore mean there.
 
-    Methods raise the exceptions of obstore; :meth:`explain` interprets them. obstore finds credentials in
-    the variables ``GOOGLE_*`` and ``AZURE_*``, in Google's default credentials, or in the role of the machine.
+    obstore finds credentials in the variables ``GOOGLE_*`` and ``AZURE_*``, in Google's default credentials, or in the
+    role of the machine.
 
     Args:
         url: ``gs://bucket/folder``, ``az://container/folder`` or ``memory://name/folder``.
@@ -62,41 +56,22 @@ class ObjectClient:
         except (BaseError, ValueError) as error:
             raise ConfigError(f"checkpoints cannot be kept at {url}: {line_of(error)}") from error
 
-    def children(self, folder: str) -> list[str]:
-        """Return the current names directly in a folder, never from a cache."""
-        path = self._path(folder)
-        listing = self._store().list_with_delimiter(path or None)
-        paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
-        return [below.rpartition("/")[2] for below in paths if below.strip("/") != path]
+    def path(self, name: str) -> str:
+        """Return the name of an object in the store of obstore."""
+        return f"{self._prefix}/{name}".strip("/")
 
-    def size(self, name: str) -> int:
-        """Return the size of an object in bytes."""
-        return self._store().head(self._path(name))["size"]
-
-    def get(self, name: str) -> bytes:
-        """Return the content of an object."""
-        return bytes(self._store().get(self._path(name)).bytes())
-
-    def get_range(self, name: str, start: int, end: int) -> Any:
-        """Return a buffer with a range of an object's bytes; ``start < end``, and both are within the object."""
-        return self._store().get_range(self._path(name), start=start, end=end)
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small object atomically, by one request."""
-        self._store().put(self._path(name), data, use_multipart=False)
-
-    def upload(self, path: Path, name: str) -> None:
-        """Write an object from a file."""
-        part_bytes = max(_PART_BYTES, -(-path.stat().st_size // _MAX_PARTS))
-        self._store().put(self._path(name), path, chunk_size=part_bytes, max_concurrency=_UPLOADS)
-
-    def remove(self, name: str) -> None:
-        """Remove an object, and all objects in the folder of this name."""
-        path = self._path(name)
-        self._store().delete([path, *(entry["path"] for entry in self._store().list(path).collect())])
+    def store(self) -> ObjectStore:
+        """Return the store, unless this is a forked process, in which the library would wait forever for its threads."""
+        global _process
+        _process = _process or os.getpid()
+        if _process != os.getpid():
+            raise RuntimeError(
+                "obstore cannot be used in a process that was forked from one that used it; start processes with spawn"
+            )
+        return self._opened
 
     def explain(self, error: Exception) -> str | None:
-        """Return an explanation of an error of the other methods, with advice; None if the object merely does not exist."""
+        """Return an explanation of an error of obstore, with advice; None if the object merely does not exist."""
         message, status = line_of(error), found(r"status code: (\d+)", str(error))
         if isinstance(error, FileNotFoundError) or status == "404":
             return None
@@ -114,19 +89,6 @@ class ObjectClient:
             return _memories.setdefault(self._bucket, MemoryStore())
         kind = GCSStore if self._scheme == "gs" else AzureStore
         return kind(self._bucket, prefix=folder or None, **options(allow_http=True))  # if the endpoint uses http
-
-    def _path(self, name: str) -> str:
-        return f"{self._prefix}/{name}".strip("/")
-
-    def _store(self) -> ObjectStore:
-        """Return the store, unless this is a forked process, in which the library would wait forever for its threads."""
-        global _process
-        _process = _process or os.getpid()
-        if _process != os.getpid():
-            raise RuntimeError(
-                "obstore cannot be used in a process that was forked from one that used it; start processes with spawn"
-            )
-        return self._opened
 
 
 def options(**more: bool) -> dict[str, Any]:

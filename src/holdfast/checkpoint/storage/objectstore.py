@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.storage.objects import ObjectClient, found, line_of, options
+from holdfast.checkpoint.storage.objects import ObjectService, found, line_of, options
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ _ADVICE = {
 }
 
 
-class S3Client(ObjectClient):
-    """See :class:`~holdfast.checkpoint.storage.objects.ObjectClient`.
+class S3Service(ObjectService):
+    """See :class:`~holdfast.checkpoint.storage.objects.ObjectService`.
 
     Credentials and endpoint come from ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``,
     ``AWS_DEFAULT_REGION`` and ``AWS_ENDPOINT_URL``, or from the role of an AWS machine.
@@ -55,7 +55,6 @@ class S3Client(ObjectClient):
         )
 
     def explain(self, error: Exception) -> str | None:
-        """See :meth:`ObjectClient.explain`."""
         text = str(error)
         status, code = found(r"status code: (\d+)", text), found(r"<Code>(\w+)</Code>", text)
         at = {"bucket": self._bucket, "endpoint": self._endpoint or "AWS", "code": code or status or "redirect"}

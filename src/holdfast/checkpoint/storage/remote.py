@@ -22,7 +22,7 @@ from holdfast.base.temporary import TemporaryFolder, sweep
 from holdfast.checkpoint.blocks import BLOCK_BYTES, run
 from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.checkpoint.storage.local import explained
-from holdfast.checkpoint.storage.objects import ObjectClient
+from holdfast.checkpoint.storage.objects import ObjectService
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 _Result = TypeVar("_Result")
@@ -32,6 +32,11 @@ _LIMIT_S = 120.0
 
 _LEAST_BYTES_PER_S = 1 << 20
 """The slowest usable connection."""
+
+_PART_BYTES = 8 << 20
+_MAX_PARTS = 10_000
+_UPLOADS = 4
+"""Large files are uploaded in parts, this many at a time. S3 allows at most ``_MAX_PARTS`` parts per object."""
 
 _STAGING = "holdfast-upload-"
 """Prefix of the temporary directories' names."""
@@ -53,38 +58,37 @@ class RemoteStorage:
 
     def __init__(self, url: str) -> None:
         self.url = _without_password(url.rstrip("/"))
-        self._objects = _open(url)
+        self._service = _open(url)
         self._thread_local = threading.local()
 
     def names(self, folder: str) -> list[str]:
-        """See :meth:`Storage.names`."""
         try:
-            return sorted(self._call("list", folder, self._objects.children, folder))
+            return sorted(self._call("list", folder, _children))
         except _NotThere:
             return []
 
     def read(self, path: str) -> bytes | None:
-        """See :meth:`Storage.read`."""
         with suppress(_NotThere):  # a size request cannot tell a missing bucket from a missing object; get() can
-            size = self._call("read", path, self._objects.size, path)
+            size = self._call("read", path, _size)
             if size > MAX_BYTES:
                 raise CheckpointCorrupt(f"{path} has {size} bytes, at most {MAX_BYTES} are allowed")
         try:
-            return self._call("read", path, self._objects.get, path)
+            return self._call("read", path, lambda store, name: bytes(store.get(name).bytes()))
         except _NotThere:
             return None
 
     @contextmanager
     def reader(self, path: str) -> Iterator[RemoteReader]:
-        """See :meth:`Storage.reader`."""
         try:
-            size = self._call("read", path, self._objects.size, path)
+            size = self._call("read", path, _size)
             yield RemoteReader(lambda start, end: self._read_range(path, start, end), size)
         except _NotThere as error:
             raise CheckpointCorrupt(f"{path.rpartition('/')[2]} cannot be read: it is not there") from error
 
     def _read_range(self, path: str, start: int, end: int) -> Any:
-        return self._call("read", path, self._objects.get_range, path, start, end, size_bytes=end - start)
+        return self._call(
+            "read", path, lambda store, name: store.get_range(name, start=start, end=end), size_bytes=end - start
+        )
 
     def prepare(self, folder: str) -> Path:
         """See :meth:`Storage.prepare`; returns a temporary directory of this thread, which writes one part at a time.
@@ -111,31 +115,29 @@ class RemoteStorage:
 
     def _upload(self, local: Path, path: str) -> None:
         size_bytes = local.stat().st_size
-        self._call("write", path, self._objects.upload, local, path, size_bytes=size_bytes)
-        stored_size = self._call("read", path, self._objects.size, path)
+        options = {"chunk_size": max(_PART_BYTES, -(-size_bytes // _MAX_PARTS)), "max_concurrency": _UPLOADS}
+        self._call("write", path, lambda store, name: store.put(name, local, **options), size_bytes=size_bytes)
+        stored_size = self._call("read", path, _size)
         if stored_size != size_bytes:
             raise CheckpointError(
                 f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {stored_size} are there; check that storage"
             )
 
     def link(self, path: str, name: str) -> bool:
-        """See :meth:`Storage.link`."""
         return False
 
     def put(self, path: str, data: bytes) -> None:
-        """See :meth:`Storage.put`."""
         self._give_up_staging(path)
-        self._call("write", path, self._objects.put, path, data, size_bytes=len(data))
+        self._call("write", path, lambda store, name: store.put(name, data, use_multipart=False), size_bytes=len(data))
         if self.read(path) != data:
             raise CheckpointError(
                 f"the storage says that {self.url}/{path} was written, but it was not; choose another one"
             )
 
     def remove(self, path: str) -> None:
-        """See :meth:`Storage.remove`."""
         self._give_up_staging(path)
         try:
-            self._call("remove", path, self._objects.remove, path)
+            self._call("remove", path, _remove)
         except _NotThere:
             return
 
@@ -155,22 +157,39 @@ class RemoteStorage:
         staging: tuple[str, StagingDirectory | None] = getattr(self._thread_local, "staging", ("", None))
         return staging
 
-    def _call(self, doing: str, path: str, do: Callable[..., _Result], *args: Any, size_bytes: int = 0) -> _Result:
-        """Return the result of a method of the objects.
+    def _call(self, doing: str, path: str, do: Callable[[Any, str], _Result], *, size_bytes: int = 0) -> _Result:
+        """Return the result of an operation of obstore, given its store and the name of the object there.
 
         Raises:
             CheckpointError: if it fails, or takes too long; a :class:`_NotThere` if the object does not exist.
         """
         where = f"{self.url}/{path}".rstrip("/")
         try:
-            return within(_LIMIT_S + size_bytes / _LEAST_BYTES_PER_S, do, *args)
+            limit_s = _LIMIT_S + size_bytes / _LEAST_BYTES_PER_S
+            return within(limit_s, lambda: do(self._service.store(), self._service.path(path)))
         except Exception as error:
-            why = self._objects.explain(error)
+            why = self._service.explain(error)
             if why is None:
                 raise _NotThere(f"cannot {doing} {where}: there is no such object, folder or bucket") from error
             raise CheckpointError(
                 f"cannot {doing} {where}: {why}" + (f". {_UNTOUCHED}" if doing == "write" else "")
             ) from error
+
+
+def _children(store: Any, path: str) -> list[str]:
+    """Return the current names directly in a folder, never from a cache."""
+    listing = store.list_with_delimiter(path or None)
+    paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
+    return [below.rpartition("/")[2] for below in paths if below.strip("/") != path]
+
+
+def _size(store: Any, name: str) -> int:
+    return int(store.head(name)["size"])
+
+
+def _remove(store: Any, name: str) -> None:
+    """Remove an object, and all objects in the folder of this name."""
+    store.delete([name, *(entry["path"] for entry in store.list(name).collect())])
 
 
 class StagingDirectory:
@@ -209,7 +228,6 @@ class RemoteReader:
         self.size_bytes = size_bytes
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """See :meth:`Reader.read_into`."""
         end = min(offset + len(out), self.size_bytes)
         if end <= offset:
             return 0
@@ -218,8 +236,8 @@ class RemoteReader:
         return len(data)
 
 
-def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
-    """Return ``do(*args)``; on a timeout, the call is left behind in its thread.
+def within(limit_s: float, do: Callable[[], _Result]) -> _Result:
+    """Return ``do()``; on a timeout, the call is left behind in its thread.
 
     Raises:
         TimeoutError: if it takes longer than ``limit_s`` seconds.
@@ -229,7 +247,7 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
 
     def work() -> None:
         try:
-            answer.set_result(do(*args))
+            answer.set_result(do())
         except Exception as error:
             answer.set_exception(error)
         except BaseException as error:  # a panic of a Rust library; no caller would handle it
@@ -244,18 +262,18 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
         raise TimeoutError(f"there was no answer within {limit_s:g} s") from None
 
 
-def _open(url: str) -> ObjectClient:
+def _open(url: str) -> ObjectService:
     scheme = url.partition("://")[0]
     if scheme in ("s3", "s3a"):
-        from holdfast.checkpoint.storage.objectstore import S3Client
+        from holdfast.checkpoint.storage.objectstore import S3Service
 
-        return S3Client(url)
+        return S3Service(url)
     if scheme not in ("gs", "az", "memory"):
         raise ConfigError(
             f"checkpoints cannot be kept at {_without_password(url)}: give a directory, or a URL that begins with s3://, "
             "gs://, az:// or memory://; these need the package obstore: pip install 'holdfast[cluster]'"
         )
-    return ObjectClient(url)
+    return ObjectService(url)
 
 
 def _without_password(url: str) -> str:

@@ -120,12 +120,10 @@ class AllToAllReduce(ReducePath):
         return result
 
     def result(self, span: SlotSpan) -> torch.Tensor:
-        """See :meth:`ReducePath.result`."""
         return span.of(self._result_memory() if self.keeps_terms else self._terms[0])
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """See :attr:`ReducePath.buffers`."""
         return tuple(memory for memory in (self._memory.buffer, self._result) if memory is not None)
 
     def _result_memory(self) -> torch.Tensor:

@@ -179,7 +179,6 @@ class HierarchicalReduce(ReducePath):
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """See :attr:`ReducePath.buffers`."""
         return (self._buffer.buffer,)
 
     def result(self, span: SlotSpan) -> torch.Tensor:

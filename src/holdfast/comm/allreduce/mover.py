@@ -69,7 +69,6 @@ class FabricMover:
         """See :attr:`RoundMover.most_rounds`."""
 
     def exchange(self, send: Placed, receive: Placed) -> None:
-        """See :meth:`Mover.exchange`."""
         self._comm.sendrecv(send, receive)
 
     def gather(self, send: Copies, receive: Placed) -> None:
@@ -77,7 +76,6 @@ class FabricMover:
         self._comm.sendrecv([(place, data) for places, data in send for place in places], receive)
 
     def pipeline(self, rounds: Sequence[Round], add: Callable[[int], None]) -> None:
-        """See :meth:`RoundMover.pipeline`."""
         assert isinstance(self._comm, RoundMessages), f"{len(rounds)} rounds"
         self._comm.sendrecv_rounds(rounds, add)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
+from holdfast.base.side_work import say
 from holdfast.comm.allreduce.hierarchical import rails
 from holdfast.comm.allreduce.mover import Copies
 from holdfast.comm.base import Collectives, Placed
@@ -126,7 +126,6 @@ class NcclMover:
         self._poll(is_connected)
 
     def exchange(self, send: Placed, receive: Placed) -> None:
-        """See :meth:`Mover.exchange`."""
         self.gather([((place,), data) for place, data in send], receive)
 
     def gather(self, send: Copies, receive: Placed) -> None:
@@ -180,6 +179,5 @@ def abort_within(abort: Callable[[], None], deadline_s: float, end: Callable[[],
     thread.start()
     thread.join(deadline_s)
     if failed:
-        sys.stderr.write(f"holdfast: cannot abort NCCL, so this process ends: {failed[0]}\n")
-        sys.stderr.flush()
+        say(f"cannot abort NCCL, so this process ends: {failed[0]}")
         end()

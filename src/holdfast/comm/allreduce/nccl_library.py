@@ -30,7 +30,6 @@ class NcclLibrary:
         self._communicators: list[tuple[int, Any]] = []
 
     def make_id(self) -> bytes:
-        """See :meth:`~holdfast.comm.allreduce.nccl.Library.make_id`."""
         return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, place: int, identity: bytes, generation: int) -> Any:
@@ -42,7 +41,6 @@ class NcclLibrary:
         return made
 
     def is_ready(self, communicator: Any) -> bool:
-        """See :meth:`~holdfast.comm.allreduce.nccl.Library.is_ready`."""
         if not communicator.is_valid:
             raise RuntimeError("NCCL error: communicator was aborted")
         state = communicator.get_async_error()

@@ -156,7 +156,6 @@ class SharedMemoryReduce(ReducePath):
         return largest
 
     def result(self, span: SlotSpan) -> torch.Tensor:
-        """See :meth:`ReducePath.result`."""
         return span.of(self._memory.given)
 
     def _addition(self, span: SlotSpan, slots: Slots, order: str) -> TiledSum | WholeSum:

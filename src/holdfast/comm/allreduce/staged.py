@@ -73,7 +73,6 @@ class StagedAllReduce(OrderedAllReduce):
 
     @property
     def start_copy(self) -> Callable[[SlotSpan, int], None]:
-        """See :attr:`OrderedAllReduce.start_copy`."""
         return self._start_copy
 
     def _start_copy(self, span: SlotSpan, row: int) -> None:
@@ -93,7 +92,6 @@ class StagedAllReduce(OrderedAllReduce):
         return self._send(span, super()._reduce(span, slots, call))
 
     def result(self, span: SlotSpan) -> torch.Tensor:
-        """See :meth:`OrderedAllReduce.result`."""
         return self._send(span, super().result(span))
 
     def _await_terms(self, span: SlotSpan, rows: int) -> None:

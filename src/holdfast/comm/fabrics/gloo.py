@@ -48,7 +48,7 @@ def _store_and_world(endpoint: Endpoint, earlier: Iterator[int]) -> tuple[Store,
     Each has agreements of its own: a script may train twice, and all workers connect in the same order.
     """
     from holdfast.membership import open_store
-    from holdfast.membership.scope import StoreScope
+    from holdfast.membership.scope import store_scope
 
     if not endpoint.store or endpoint.rank < 0:
         raise ConfigError(
@@ -58,4 +58,4 @@ def _store_and_world(endpoint: Endpoint, earlier: Iterator[int]) -> tuple[Store,
     world = range(endpoint.workers) if endpoint.ranks is None else endpoint.ranks
     store = open_store(endpoint.store, endpoint.token, patience_s=_PATIENCE_S)
     number = next(earlier)
-    return (StoreScope(store, f"again/{number}/") if number else store), world
+    return (store_scope(store, f"again/{number}/") if number else store), world
