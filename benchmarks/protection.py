@@ -33,7 +33,7 @@ from holdfast.comm import Communicator, connect
 from holdfast.comm.allreduce import adding
 from holdfast.engine.loop import TrainingLoop
 from holdfast.models.replicated import ReplicatedModel
-from holdfast.models.runner import Reach
+from holdfast.models.trainable import Reach
 from holdfast_lab.counting import CountingCommunicator
 
 VARIANTS = {"protected": "unprotected", "unprotected": "protected", "any order": "protected"}

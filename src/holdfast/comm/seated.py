@@ -34,19 +34,6 @@ class SeatedCommunicator:
 
     # -- membership
 
-    @property
-    def has_atomic_shrink(self) -> bool:
-        """See :attr:`Communicator.has_atomic_shrink`."""
-        return self.base.has_atomic_shrink
-
-    def revoke(self) -> None:
-        """Revoke this generation; see :meth:`Communicator.revoke`."""
-        self.base.revoke()
-
-    def agree(self, flag: bool) -> bool:
-        """Return the AND of the flags of all workers; see :meth:`Communicator.agree`."""
-        return self.base.agree(flag)
-
     def shrink(self) -> None:
         """Start a new generation; workers that wait to join are admitted, without a seat."""
         self.base.shrink(admits=0)

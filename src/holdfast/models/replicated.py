@@ -14,9 +14,8 @@ from holdfast.config import Settings
 from holdfast.faults.flips import module_names, weights
 from holdfast.models.overlap import OverlappedOptimizer
 from holdfast.models.part import ModelPart, Stateful
-from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
-from holdfast.models.trainable import Trainable
+from holdfast.models.trainable import Reach, Runner, StepContext, Trainable
 from holdfast.models.training_state import model_sha256
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.types import OptimizerOverlapped

@@ -25,9 +25,9 @@ from holdfast.models.flat_params import check_in_host, in_row, views
 from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.part import ModelPart
-from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
 from holdfast.models.specs import Sharded, check_device
+from holdfast.models.trainable import Reach, Runner, StepContext
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
 from holdfast.state.context import JobContext

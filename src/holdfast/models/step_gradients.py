@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -134,7 +134,7 @@ class StepGradients:
 
     # -- all-reduces
 
-    def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> MeanDivisor:
+    def mean(self, bucket: int, batch: MiniBatch, slices: Iterable[int], rescale: str) -> MeanDivisor:
         """Return the divisor that turns the sum of ``bucket`` over ``slices`` into mean gradients.
 
         ``"survivors"`` divides by the samples in the sum, ``"original"`` by those of the complete mini-batch.

@@ -216,7 +216,7 @@ class PlatformState:
 
 @dataclass(slots=True)
 class SliceLoad:
-    """How many slices this worker computes. Written by :mod:`holdfast.engine.executor`."""
+    """How many slices this worker computes. Written by :mod:`holdfast.models.trainable`."""
 
     now: int = 0  # in the step in progress
     least: int | None = None  # in any step so far
