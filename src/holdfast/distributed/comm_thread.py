@@ -280,7 +280,7 @@ class CommThread(Regrouping):
         job.number, job.begun_s, self._current = job.group.completed, time.monotonic(), job
         self._publish_waits()
         error = self._exchange(job)
-        self._end(job, _error_of(job.finish) if error is None else error)
+        self._end(job, _error_of(job.call.finish) if error is None else error)
 
     def _exchange(self, job: Collective) -> Exception | None:
         """Run a collective, again after a failure if it recovers; return why there is no result, or None."""
@@ -291,9 +291,9 @@ class CommThread(Regrouping):
             return ranks_lost(job)
         while True:
             try:
-                if self._debug and job.signature:
+                if self._debug and job.call.signature:
                     compare_calls(job)
-                job.exchange()
+                job.call.exchange()
             except PeerFailed as error:
                 before = self.world.base.members
                 completed = self.recover()

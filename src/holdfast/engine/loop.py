@@ -96,7 +96,10 @@ class TrainingLoop(RecoveringLoop):
     def _drive(self) -> Iterator[Step | Pause]:
         event: Event = Admitted() if self._is_newcomer else Started()
         if not self._is_newcomer:
-            self._announce_job()
+            try:
+                self._job.announce()
+            except StoreLost as lost:
+                self._stop_without_store(lost)
         while True:
             for order in self._protocol.handle(event):
                 if self._pauses:
@@ -324,12 +327,6 @@ class TrainingLoop(RecoveringLoop):
                 self._restorer.save()
 
     # -- the beginning, checkpoints
-
-    def _announce_job(self) -> None:
-        try:
-            self._job.announce()
-        except StoreLost as lost:
-            self._stop_without_store(lost)
 
     def _announce(self) -> None:
         self._end_before = None

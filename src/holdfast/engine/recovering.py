@@ -51,7 +51,7 @@ from holdfast.recovery.messages import (
     SaveAndStop,
     SendState,
 )
-from holdfast.state.context import JobContext, LoopEnd
+from holdfast.state.context import JobContext, LoopEnd, RebuildInfo, RecoveryContext
 from holdfast.state.loop_end import stop_at_end
 from holdfast.state.run_log import RunLog
 from holdfast.state.store_loss import launcher_died, turn
@@ -88,18 +88,17 @@ class RecoveringLoop(Regrouping):
         self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
         self._log = RunLog(job)
         self._points = FaultPoints(job, self._log)
-        trainable.begin_loop(job, self._log)
-        self._fingerprint = trainable.fingerprint(job.comm, job.settings)
-        self._guard = SdcGuard(job, trainable.whole, self._fingerprint, self._log)
         self._sum = self._get_sum()
         self._position = DataPosition(plan, job.live.slicing, source)
-        self._live_config = LiveConfig(job, trainable, self._position, self._protocol.set_strategy)
-        self._restorer = StateRestorer(job, trainable, self._position, self._log, self._live_config, self._guard)
-        self._runner = trainable.runner(
+        self._runner = trainable.begin_loop(
             StepContext(
                 job, self._position, self._log, self._sum, source, self._points.enter, self._points.reach_in_sum
             )
         )
+        self._fingerprint = trainable.fingerprint(job.comm, job.settings)
+        self._guard = SdcGuard(job, trainable.whole, self._fingerprint, self._log)
+        self._live_config = LiveConfig(job, trainable, self._position, self._protocol.set_strategy)
+        self._restorer = StateRestorer(job, trainable, self._position, self._log, self._live_config, self._guard)
         self._certificate = begin_certificate(job, trainable.figures, self._fingerprint)
         self._recovery = RecoveryLog(job, self._log)
 
@@ -285,7 +284,10 @@ class RecoveringLoop(Regrouping):
         self._discard()
         self._log.write_last_step()
         self._restorer.take_snapshot(self._flags)
-        hand_over(self._job, self._recovery.rebuilding(reached=reached, began_s=began_s))
+        recovery, now_s = self._recovery.now or RecoveryContext(self._job.comm.members), self._job.clock.now_s()
+        hand_over(
+            self._job, RebuildInfo(recovery=recovery, reached=reached, snapshot_s=now_s - began_s, unwound_s=now_s)
+        )
         return Unwind()
 
     # -- what no survivor can recover from
@@ -320,7 +322,7 @@ class RecoveringLoop(Regrouping):
             self._log.saved(outcome)
         if not (job.checkpoints.has(job.step) or self._restorer.belongs_to_later_loop):
             raise lost
-        self._recovery.forget()
+        self._recovery.now = None  # without a record: no worker is left to recover with
         self._outcome = "stopped"
         self._leave()
         raise lost  # never reached: stopping ends the script

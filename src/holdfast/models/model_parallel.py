@@ -18,7 +18,7 @@ from holdfast.models.part_hashes import HashedParts, PartFingerprint
 from holdfast.models.part_restore import PartRestorer
 from holdfast.models.resident_parts import Build, ResidentParts
 from holdfast.models.standby import DeltaStandbys
-from holdfast.models.trainable import Trainable
+from holdfast.models.trainable import StepContext, Trainable
 from holdfast.models.training_state import clone, model_sha256
 from holdfast.records.types import PartsHeld
 from holdfast.recovery.placement import Placement, PlacementShape, initial_placement
@@ -44,8 +44,8 @@ class ModelParallel(HashedParts, Trainable):
 
     # -- a loop
 
-    def begin_loop(self, job: JobContext, log: RunLog) -> None:
-        super().begin_loop(job, log)
+    def _connect(self, context: StepContext) -> None:
+        job, log = context.job, context.log
         if job.settings.guard == "heal":
             raise ConfigError(
                 "guard heal needs a replicated model, not a Pipeline or Sharded, held in parts: use stop or warn"

@@ -88,7 +88,8 @@ class PipelineModel(ModelParallel):
     def _row_of(self, part: int) -> torch.Tensor:
         return self._rows[part]
 
-    def runner(self, context: StepContext) -> StageRunner:
+    def begin_loop(self, context: StepContext) -> StageRunner:
+        self._connect(context)
         self.stages = StageRunner(context, self, self.given, self._scaling, clips=self._clip_grad_norm is not None)
         return self.stages
 

@@ -15,13 +15,12 @@ from holdfast.faults.flips import module_names, weights
 from holdfast.models.overlap import OverlappedOptimizer
 from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.slice_runner import SliceRunner
-from holdfast.models.trainable import Reach, Runner, StepContext, Trainable
+from holdfast.models.trainable import Reach, StepContext, Trainable
 from holdfast.models.training_state import model_sha256
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.types import OptimizerOverlapped
 from holdfast.recovery.strategy import REPLICATED
-from holdfast.state.context import JobContext, OverlapCost
-from holdfast.state.run_log import RunLog
+from holdfast.state.context import OverlapCost
 from holdfast.state.transfer import adopt_lowest
 
 
@@ -46,20 +45,18 @@ class ReplicatedModel(ModelPart, Trainable):
 
     # -- a loop
 
-    def begin_loop(self, job: JobContext, log: RunLog) -> None:
+    def begin_loop(self, context: StepContext) -> SliceRunner:
         """From the first loop on, overlap the optimizer if configured."""
-        super().begin_loop(job, log)
+        job = context.job
         self.check_device()
         if job.settings.overlap_optimizer:
             self.overlap_optimizer(job.clock, job.spent, beside=not isinstance(job.comm, VirtualCommunicator))
+        return SliceRunner(context, self, self)
 
     def overlap_optimizer(self, clock: Clock, spent: OverlapCost, *, beside: bool) -> None:
         """From now on, update the parameters of a bucket as soon as it is all-reduced; see :class:`OverlappedOptimizer`."""
         if self.overlapped is None:
             self.overlapped = OverlappedOptimizer(self.buckets, self.optimizer, clock, spent, beside=beside)
-
-    def runner(self, context: StepContext) -> Runner:
-        return SliceRunner(context, self, self)
 
     def summary(self) -> OptimizerOverlapped | None:
         """Return the cost of the overlapped optimizer, if it is used."""

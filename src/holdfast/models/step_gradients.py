@@ -82,7 +82,8 @@ class StepGradients:
 
         The all-reduces of the first ``begun`` buckets have begun. The loss is a mean over ``items``, if they are given.
         """
-        self._buckets.put(self.current, metrics, samples, begun, items)
+        self._buckets.collect(self.current, begun)
+        self._buckets.put_figures(self.current, metrics, samples, items)
         self.terms[number] = self.current
         self.num_slices += 1
         if number not in self.plan.first_of:
@@ -159,10 +160,6 @@ class StepGradients:
             for number in batch.owners
         }
         return {number: buckets for number, buckets in missing.items() if buckets}
-
-    def loss(self) -> float | None:
-        """Return the mean loss of the step, after all all-reduces; None if the last one includes no slice."""
-        return self.metrics(()).get("loss")
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         """Return the means of the metrics ``names`` and of the loss, after all all-reduces."""

@@ -108,13 +108,9 @@ class Trainable(ABC):
 
     # -- a loop
 
-    def begin_loop(self, job: JobContext, log: RunLog) -> None:
-        """Set up communication, after checking strategy and guard for this model. Called first in each loop."""
-        strategy_class(job.settings.strategy).check(self.kind)
-
     @abstractmethod
-    def runner(self, context: StepContext) -> Runner:
-        """Return the object that computes the steps of a loop."""
+    def begin_loop(self, context: StepContext) -> Runner:
+        """Set up communication, after checking strategy and guard for this model; return what runs the steps of a loop."""
 
     def finish(self) -> None:
         """Give every worker the complete model after the last step."""
@@ -263,12 +259,13 @@ class Trainable(ABC):
 
 
 class Runner(ABC):
-    """Begins each attempt at a step, computes slices and all-reduces them; :meth:`Trainable.runner` returns the right one."""
+    """Begins each attempt at a step, computes slices and all-reduces them; :meth:`Trainable.begin_loop` returns the right one."""
 
     def __init__(self, context: StepContext, trainable: Trainable) -> None:
         self._context = context
         self._job = job = context.job
         self._trainable = trainable
+        strategy_class(job.settings.strategy).check(trainable.kind)
         position = context.position
         self._loading = SliceLoader(
             context.source, lambda batch: position.ahead(batch, job.comm.members), self._own_slices
