@@ -33,7 +33,8 @@ from holdfast.comm import Communicator, connect
 from holdfast.comm.allreduce import adding
 from holdfast.engine.loop import TrainingLoop
 from holdfast.models.replicated import ReplicatedModel
-from holdfast.models.runner import Reach
+from holdfast.models.trainable import Reach
+from holdfast.recovery.messages import Event, StepVoted
 from holdfast_lab.counting import CountingCommunicator
 
 VARIANTS = {"protected": "unprotected", "unprotected": "protected", "any order": "protected"}
@@ -58,9 +59,9 @@ def main() -> None:
 class Unprotected(TrainingLoop):
     """Applies a step after its last all-reduce."""
 
-    def _close(self, step: int) -> bool:
+    def _close(self, step: int) -> Event:
         """Continue without the commit vote."""
-        return True
+        return StepVoted()
 
 
 class Forgetful(ReplicatedModel):

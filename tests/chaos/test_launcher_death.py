@@ -249,16 +249,16 @@ def test_a_watcher_that_is_stopped_when_the_launcher_is_gone_and_its_worker_has_
 LOSES_ITS_CONNECTION = """
 import socket
 import sys
-from holdfast.engine.executor import StepExecutor
+from holdfast.models.trainable import Runner
 
-begin = StepExecutor.begin
+begin = Runner.begin
 
 def lose_the_store(self, batch):
     if batch.step == 3 and self._job.comm.local_ranks == (1,):
         self._job.comm._store._socket.shutdown(socket.SHUT_RDWR)
     return begin(self, batch)
 
-StepExecutor.begin = lose_the_store
+Runner.begin = lose_the_store
 sys.path.insert(0, {support!r})
 sys.argv = [{script!r}, "mlp", "sgd"]
 exec(compile(open({script!r}).read(), {script!r}, "exec"))

@@ -16,7 +16,7 @@ from holdfast.comm.allreduce import adding
 from holdfast.data import loader as loading
 from holdfast.data import plan as batches
 from holdfast.data import position as place
-from holdfast.engine import acts
+from holdfast.engine import recovering
 from holdfast.faults.plan import FaultPlan, parse
 
 reference_hash = functools.cache(reference.train)
@@ -121,7 +121,7 @@ def test_a_random_number_drawn_twice_is_found_out(monkeypatch):
 
 def test_a_step_that_is_not_taken_back_is_found_out(monkeypatch):
     """The negative control of rollback: batch norm's buffers keep what the failed attempt made of them."""
-    monkeypatch.setattr(acts.StrategyActions, "discard", lambda self: None)
+    monkeypatch.setattr(recovering.RecoveringLoop, "_discard", lambda self: None)
 
     _, state = train("cnn", "sgd", workers=4, faults=plan("kill:rank=1,step=3,phase=allreduce,bucket=0"))
 

@@ -25,8 +25,7 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.hash_chain import GENESIS, digest_of_ids, digest_of_parts, link_of
 from holdfast.launch.provenance import note
-from holdfast.models.replicated import ReplicatedModel
-from holdfast.models.whole_hashes import WholeFingerprint
+from holdfast.models.replicated import ReplicatedModel, WholeFingerprint
 from holdfast.records.files import read_run
 from holdfast.records.types import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.summary.files import write_report

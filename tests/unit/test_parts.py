@@ -14,7 +14,7 @@ from holdfast.distributed.call_site import CallSite
 from holdfast.distributed.moves import MoveCollectives
 from holdfast.distributed.parts import EXCHANGED, Evidence, Fate
 from holdfast.distributed.sparse import _scaled
-from holdfast.distributed.tasks import Collective
+from holdfast.distributed.tasks import Collective, CollectiveCall
 from holdfast.distributed.tensors import scaled
 from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
 
@@ -234,7 +234,7 @@ def test_integers_in_a_sparse_tensor_are_scaled_like_others_and_stay_integers():
 def collective(fate, number=7, failed=(6,), dead=(1,)):
     """The next collective of a group in which number 6, a sum of DDP, has recovered from a death."""
     group = SimpleNamespace(completed=number, failed=set(failed), dead=dead, alive=(0, 2))
-    return Collective(group, "all_reduce(SUM)", lambda: None, lambda: None, fate, None)
+    return Collective(group, CollectiveCall("all_reduce(SUM)", [], lambda: None, fate=fate), None)
 
 
 def test_with_raise_a_script_hears_of_a_death_in_a_sum_of_ddp_that_has_continued(replicas):

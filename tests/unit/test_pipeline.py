@@ -21,7 +21,7 @@ from holdfast.faults.process import Injector
 from holdfast.launch.control import append
 from holdfast.models.pipeline import PipelineModel
 from holdfast.models.pipeline_scaler import ScaledStage
-from holdfast.models.stages import StageExecutor
+from holdfast.models.stages import StageRunner
 from holdfast.records.files import read_run
 from holdfast.records.paths import requests_path
 from holdfast.records.types import PartRestored, Recovered, RunStarted
@@ -454,7 +454,7 @@ def test_a_death_in_any_phase_of_any_stage_or_mirror_changes_no_bit_and_loads_no
 
 def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkeypatch):
     happened = []
-    reach, give = Injector.reach, StageExecutor._send
+    reach, give = Injector.reach, StageRunner._send
 
     def note_phase(self, phase, step, rank, bucket=None):
         if (phase, step, rank) == ("handover", 2, 1):
@@ -467,7 +467,7 @@ def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkey
         give(self, batch, number, part, *more, back=back)
 
     monkeypatch.setattr(Injector, "reach", note_phase)
-    monkeypatch.setattr(StageExecutor, "_send", note_message)
+    monkeypatch.setattr(StageRunner, "_send", note_message)
     _, session = begin(workers=3, faults=faults("kill:rank=1,step=2,phase=handover,slice=1"))
 
     train(session)

@@ -2,23 +2,27 @@
 
 import pytest
 
-from holdfast.engine.regroup import pass_gate, regroup
+from holdfast.engine.regroup import Regrouping
 from holdfast.errors import PeerFailed
-from holdfast.recovery.messages import Agree, Progress, Revoke, ShareProgress, Shrink
+from holdfast.recovery.messages import Agree, Done, Progress, Revoke, ShareProgress, Shrink
 from holdfast.recovery.regroup import RegroupLine, line_after, order_of
 
 MINE = Progress(7, computed=True)
 ONCE = ["revoke", "agree 0", "shrink", "agree 1", "share", "agree 1"]
 
 
-class Played:
-    """A communicator whose agreements and sums go as they are listed; it writes down what is called."""
+class Played(Regrouping):
+    """A driver, and its communicator, whose agreements and sums go as they are listed; it writes down what is called."""
 
     def __init__(self, *agreed, shares=(), has_atomic_shrink=False):
         self.has_atomic_shrink = has_atomic_shrink
         self.calls = []
         self._agreed = list(agreed)
         self._shares = list(shares)
+
+    @property
+    def _comm(self):
+        return self
 
     def revoke(self):
         self.calls.append("revoke")
@@ -27,15 +31,16 @@ class Played:
         self.calls.append(f"agree {flag:d}")
         return flag and (self._agreed.pop(0) if self._agreed else True)
 
-    def shrink(self):
+    def _shrink(self):
         self.calls.append("shrink")
         return True
 
-    def share(self):
+    def _share(self, progress):
+        assert progress is MINE
         self.calls.append("share")
         if self._shares and not self._shares.pop(0):
             raise PeerFailed("somebody died")
-        return len(self.calls)
+        return Done()
 
 
 def test_the_lines_are_six_orders():
@@ -63,7 +68,7 @@ def test_the_first_agreement_only_says_that_all_have_heard():
 
 
 @pytest.mark.parametrize(
-    ("comm", "told", "calls"),
+    ("driver", "told", "calls"),
     [
         (Played(), False, ONCE),
         (Played(), True, ONCE[2:]),
@@ -75,17 +80,7 @@ def test_the_first_agreement_only_says_that_all_have_heard():
     ],
     ids=["at once", "told", "the fence", "the confirmation", "the sum", "the fence, then the sum", "no fence"],
 )
-def test_further_failures_are_gone_through_until_all_know_the_same(comm, told, calls):
-    known = regroup(comm, comm.share, told=told)
+def test_further_failures_are_gone_through_until_all_know_the_same(driver, told, calls):
+    driver._regroup(RegroupLine.SHRINK if told else RegroupLine.REVOKE, MINE)
 
-    assert comm.calls == calls
-    assert known == len(calls) - 1, "what was shared last"
-
-
-def test_the_gate_opens_when_all_agree_and_after_each_refusal_there_is_a_recovery():
-    comm, recovered = Played(False, False), []
-
-    pass_gate(comm, lambda: recovered.append(len(comm.calls)))
-
-    assert comm.calls == ["agree 1"] * 3
-    assert recovered == [1, 2]
+    assert driver.calls == calls

@@ -34,16 +34,6 @@ class SeatedCommunicator:
 
     # -- membership
 
-    @property
-    def has_atomic_shrink(self) -> bool:
-        return self.base.has_atomic_shrink
-
-    def revoke(self) -> None:
-        self.base.revoke()
-
-    def agree(self, flag: bool) -> bool:
-        return self.base.agree(flag)
-
     def shrink(self) -> None:
         """Start a new generation; workers that wait to join are admitted, without a seat."""
         self.base.shrink(admits=0)

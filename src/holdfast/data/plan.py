@@ -5,7 +5,7 @@ All of it is a function of (seed, position, survivors), so workers agree on it w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class MiniBatch:
         """All samples of the step."""
         return np.concatenate(self.slices)
 
-    def samples_of(self, slices: Sequence[int]) -> int:
+    def samples_of(self, slices: Iterable[int]) -> int:
         """Return the number of samples in these slices."""
         return sum(len(self.slices[number]) for number in slices)
 

@@ -29,6 +29,7 @@ from holdfast.base.device_errors import DeviceFailure, classify
 from holdfast.base.options import is_set
 from holdfast.base.phases import Phase
 from holdfast.base.side_work import run_aside
+from holdfast.comm import Communicator
 from holdfast.comm.allreduce.mover import FABRIC
 from holdfast.comm.connecting import connect_messages
 from holdfast.comm.seated import SeatedCommunicator
@@ -40,14 +41,15 @@ from holdfast.distributed.long_waits import LongWaits
 from holdfast.distributed.meeting import Meeting
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
-from holdfast.distributed.seating import SeatRow
 from holdfast.distributed.tasks import Collective, P2PTransfer, ranks_lost
 from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
 from holdfast.engine import exits
 from holdfast.engine.endpoint import endpoint_of
-from holdfast.engine.regroup import pass_gate, regroup
+from holdfast.engine.regroup import Regrouping
 from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, ScriptError
 from holdfast.records.beacon import publish_connecting
+from holdfast.recovery.messages import Done, Progress
+from holdfast.recovery.regroup import RegroupLine
 
 _LOOK_EVERY_S = 0.05
 """Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""
@@ -69,7 +71,7 @@ class _Order:
     error: Exception | None = None
 
 
-class CommThread:
+class CommThread(Regrouping):
     """The thread that owns the communicator, for all groups of this process.
 
     Args:
@@ -119,7 +121,7 @@ class CommThread:
         self.joining = Joining(self.world)
         self.meeting = Meeting(self, self.joining)
         if base.local_ranks[0] not in first:
-            self.recover(joins=True)
+            self.recover(RegroupLine.FENCE)
             self.meeting.end_if_outside()
 
     # -- called by other threads
@@ -278,7 +280,7 @@ class CommThread:
         job.number, job.begun_s, self._current = job.group.completed, time.monotonic(), job
         self._publish_waits()
         error = self._exchange(job)
-        self._end(job, _error_of(job.finish) if error is None else error)
+        self._end(job, _error_of(job.call.finish) if error is None else error)
 
     def _exchange(self, job: Collective) -> Exception | None:
         """Run a collective, again after a failure if it recovers; return why there is no result, or None."""
@@ -289,9 +291,9 @@ class CommThread:
             return ranks_lost(job)
         while True:
             try:
-                if self._debug and job.signature:
+                if self._debug and job.call.signature:
                     compare_calls(job)
-                job.exchange()
+                job.call.exchange()
             except PeerFailed as error:
                 before = self.world.base.members
                 completed = self.recover()
@@ -362,12 +364,13 @@ class CommThread:
 
     # -- recovery
 
-    def recover(self, *, told: bool = False, joins: bool = False) -> Mapping[int, int]:
+    def recover(self, line: RegroupLine = RegroupLine.REVOKE) -> Mapping[int, int]:
         """Recover with the survivors; return for every group how many collectives any survivor has completed."""
-        before, processes = self.world.members, self.world.base.members
+        before, processes, joins = self.world.members, self.world.base.members, line is RegroupLine.FENCE
         self.recorder.failure_seen(is_known=bool(self.world.base.failed()))
         self.joining.begin()
-        table, rows = regroup(self.world, self._share, told=told, joins=joins)
+        self._regroup(line, Progress(0, computed=False))  # progress is shared by group
+        table, rows = self._shared
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             if transfer.message is not None:
@@ -378,7 +381,8 @@ class CommThread:
         was_seated = self.joining.is_seated
         self.joining.settle(rows)
         if self.joining.is_seated and not was_seated:
-            self._begin_with(completed)
+            for group in self._groups.values():  # it continues where all others are, which have stopped at a boundary
+                group.completed = completed.get(group.key, 0)
         now = self.world.base.members
         gone, joined = (tuple(sorted({*a} - {*b})) for a, b in ((processes, now), (() if joins else now, processes)))
         seating = self.joining.seating
@@ -387,8 +391,17 @@ class CommThread:
             self._publish_waits()
         return completed
 
-    def _share(self) -> tuple[list[tuple[int, int, int, int]], dict[int, SeatRow]]:
-        return self._share_progress(), self.joining.share()
+    @property
+    def _comm(self) -> Communicator:
+        return self.world.base
+
+    def _shrink(self) -> bool:
+        self.world.shrink()
+        return True
+
+    def _share(self, _: Progress) -> Done:
+        self._shared = self._share_progress(), self.joining.share()
+        return Done()
 
     def _share_progress(self) -> list[tuple[int, int, int, int]]:
         """Return (group, completed, broken, last failed) of every group of every survivor."""
@@ -427,14 +440,12 @@ class CommThread:
         self._is_at_gate = True
         self._publish_waits()
         self._dismiss_unseated()
-        pass_gate(self.world, self._recover_at_gate)
+        while not self._agree(True):
+            self.recover(RegroupLine.SHRINK)
+            self._dismiss_unseated()
         self._is_at_gate = False
         self._publish_waits()
         self.recorder.finished()
-
-    def _recover_at_gate(self) -> None:
-        self.recover(told=True)
-        self._dismiss_unseated()
 
     def _dismiss_unseated(self) -> None:
         """Once the script of every seat has ended, tell the workers without a seat, which then pass the gate, too."""
@@ -443,11 +454,6 @@ class CommThread:
                 self.world.barrier()  # a rank that passes it knows that all have come here, and its news wakes the others
                 self.joining.be_at_end()
             self.recover()
-
-    def _begin_with(self, completed: Mapping[int, int]) -> None:
-        """Continue where all others are, which have stopped at a boundary."""
-        for group in self._groups.values():
-            group.completed = completed.get(group.key, 0)
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:

@@ -27,7 +27,7 @@ def debug_wanted() -> bool:
 
 def compare_calls(job: Collective) -> None:
     """Make sure that all ranks call the same collective, or raise ``ScriptError`` with the call of each."""
-    signature = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
+    signature = job.call.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
     gathered = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
     job.group.comm.allgather(torch.frombuffer(bytearray(signature), dtype=torch.uint8), gathered)
     signatures = [bytes(row.tolist()).decode(errors="replace").strip() for row in gathered]

@@ -107,9 +107,7 @@ class GroupBase(ProcessGroup):
         self._is_released = True
         self._engine.drop_group(self._members)
 
-    def abort(self) -> None:
-        """Release the group."""
-        self.shutdown()
+    abort = shutdown
 
     # -- common parts
 
@@ -132,10 +130,8 @@ class GroupBase(ProcessGroup):
         work = PendingWork(call.result, what, self._timeout_s, self._engine.give_up, call.deliver, staging)
         if self._is_profiled and is_profiling():
             work.profile(call.profiled)
-        job = Collective(self._members, what, call.exchange, call.finish, call.fate, work, call.signature)
-        job.root = -1 if root is None else self._members.ranks[root]
         self._pending = work
-        return self._engine.submit(job)
+        return self._engine.submit(Collective(self._members, call, work))
 
     def _coalesce(
         self, begin: Sequence[Callable[[], Work]], inputs: Tensors, result: list[torch.Tensor], what: str

@@ -46,7 +46,7 @@ class LongWaits:
         self._shown, group = current, current.group
         wait = CollectiveAwaited(
             what=current.what,
-            signature=current.signature or current.what,
+            signature=current.call.signature or current.what,
             where=_line_of_script(),
             group=group.key,
             number=current.number,

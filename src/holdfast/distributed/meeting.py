@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from holdfast.base.side_work import say
 from holdfast.engine import exits
-from holdfast.engine.regroup import pass_gate
 from holdfast.errors import PeerFailed
+from holdfast.recovery.regroup import RegroupLine
 
 if TYPE_CHECKING:
     from holdfast.comm.seated import SeatedCommunicator
@@ -31,8 +31,8 @@ class Engine(Protocol):
     def call(self, do: Callable[[], None], limit_s: float | None) -> None:
         """Run ``do`` in the communication thread; raise what it raises, or ``HoldfastError`` after ``limit_s``."""
 
-    def recover(self, *, told: bool = False) -> object:
-        """In the communication thread: regroup; ``told`` if an agreement has returned False."""
+    def recover(self, line: RegroupLine = RegroupLine.REVOKE) -> object:
+        """In the communication thread: regroup from ``line`` on."""
 
 
 class Meeting:
@@ -122,6 +122,7 @@ class Meeting:
             say("every rank that had the state of the training has failed")
             exits.kill_self()  # the launcher restarts the job
         if self._joining.seating.ends:
-            pass_gate(self._engine.world, lambda: self._engine.recover(told=True))
+            while not self._engine.world.base.agree(True):
+                self._engine.recover(RegroupLine.SHRINK)
             self._engine.recorder.finished()
             self.over.set()

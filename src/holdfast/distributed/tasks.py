@@ -67,25 +67,21 @@ class Collective:
     """A collective of all members of a group.
 
     Args:
-        exchange: Everything that communicates, including a last barrier.
-        finish: Copies the result to its destination; local.
-        fate: What becomes of it after a failure.
-        signature: Description that must be the same on all ranks.
-        root: Global rank whose tensor it needs, or that needs its result; -1 for none.
+        call: What this rank wants of it.
         number: How many collectives of the group came before it, once it has begun; other threads read it here, because
             ``group.completed`` may be that of the next one by then.
     """
 
     group: GroupMembers
-    what: str
-    exchange: Callable[[], None]
-    finish: Callable[[], None]
-    fate: Fate
+    call: CollectiveCall
     work: PendingWork
-    signature: str = ""
-    root: int = -1
     begun_s: float = 0.0
     number: int = -1
+
+    @property
+    def what(self) -> str:
+        """Its name, for messages."""
+        return self.call.what
 
     @property
     def has_failed(self) -> bool:
@@ -94,7 +90,7 @@ class Collective:
         The latter is the usual case: most ranks fail in a sum of DDP, which recovers in silence.
         """
         group = self.group
-        if self.fate.recovers or not group.failed:
+        if self.call.fate.recovers or not group.failed:
             return False
         is_late = bool(group.dead) and min(group.failed) < group.completed
         return is_late or group.completed in group.failed
@@ -118,7 +114,10 @@ def ranks_lost(job: Collective | P2PTransfer) -> RanksLost:
     ranks = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
     if not dead:
         return RanksLost(f"{job.what} was interrupted by the recovery of another group", dead, alive)
-    advice = job.fate.advice(dead, root=job.root) if isinstance(job, Collective) else ""
+    advice = ""
+    if isinstance(job, Collective):
+        root = -1 if job.call.root is None else job.group.ranks[job.call.root]
+        advice = job.call.fate.advice(dead, root=root)
     return RanksLost(
         f"{job.what} did not complete: {ranks} failed; alive: {', '.join(map(str, alive))}{advice}", dead, alive
     )

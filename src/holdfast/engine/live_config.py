@@ -128,7 +128,7 @@ class LiveConfig:
                 if self._job.is_lead:
                     sys.stderr.write(f"holdfast: --strategy {value} {why}; the strategy is unchanged\n")
                 continue
-            _CHANGES[name](self, value)
+            _CHANGES[name][1](self, value)
             self._job.log.write(SettingChanged(name=name, value=json.dumps(value)))
 
     def _why_not(self, strategy: str) -> str:
@@ -139,9 +139,6 @@ class LiveConfig:
             return "cannot be combined with --mirror-every above 1, which only partial can recover from"
         return ""
 
-    def _lr(self, value: float) -> None:
-        self._trainable.set_learning_rate(value)
-
     def _change_slicing(self, cut: dict[str, Any]) -> None:
         self._live.slicing = cut
         self._position.change(cut)
@@ -150,23 +147,9 @@ class LiveConfig:
         self._live.strategy = name
         self._set_strategy(make_strategy(name, min_workers=self._job.settings.min_workers))
 
-    def _checkpoint_every(self, value: int) -> None:
-        self._set_interval(value, automatic=False)
-
     def _set_interval(self, steps: int, automatic: bool) -> None:
         self._live.checkpoint_every, self._live.checkpoint_auto = steps, automatic
         self._job.checkpoints.set_interval(steps, automatic=automatic)
-
-
-_CHANGES: dict[str, Callable[[LiveConfig, Any], None]] = {
-    "lr": LiveConfig._lr,
-    "batch_size": lambda self, value: self._change_slicing(self._live.slicing | {"batch_size": value}),
-    "strategy": LiveConfig._strategy,
-    "checkpoint_every": LiveConfig._checkpoint_every,
-    "workers": lambda self, value: self._change_slicing(self._live.slicing | {"workers": value}),
-    "speeds": lambda self, value: self._change_slicing(self._live.slicing | {"speeds": dict(value)}),
-    "save": lambda self, _: self._job.checkpoints.request(),
-}
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -183,16 +166,28 @@ def _are_speeds(value: Any) -> bool:
     )
 
 
-_ALLOWED: dict[str, Callable[[Any], bool]] = {
-    "lr": _is_number,
-    "batch_size": lambda value: _is_whole(value, 1),
-    "strategy": lambda value: value in strategy_names() and strategy_class(value).can_change_live,
-    "checkpoint_every": lambda value: _is_whole(value, 0),
-    "workers": lambda value: _is_whole(value, 1),
-    "speeds": _are_speeds,
-    "save": lambda value: value is True,
+def _is_count(value: Any) -> bool:
+    return _is_whole(value, 1)
+
+
+def _is_strategy(value: Any) -> bool:
+    return value in strategy_names() and strategy_class(value).can_change_live
+
+
+_CHANGES: dict[str, tuple[Callable[[Any], bool], Callable[[LiveConfig, Any], None]]] = {
+    "lr": (_is_number, lambda self, value: self._trainable.set_learning_rate(value)),
+    "batch_size": (_is_count, lambda self, value: self._change_slicing(self._live.slicing | {"batch_size": value})),
+    "strategy": (_is_strategy, LiveConfig._strategy),
+    "checkpoint_every": (
+        lambda value: _is_whole(value, 0),
+        lambda self, value: self._set_interval(value, automatic=False),
+    ),
+    "workers": (_is_count, lambda self, value: self._change_slicing(self._live.slicing | {"workers": value})),
+    "speeds": (_are_speeds, lambda self, value: self._change_slicing(self._live.slicing | {"speeds": dict(value)})),
+    "save": (lambda value: value is True, lambda self, _: self._job.checkpoints.request()),
 }
-"""Allowed values of each. The launcher checks more, with messages; this is for lines written by another tool."""
+"""Of each change, which values are allowed, and what it does. The launcher checks more, with messages; this is for lines
+written by another tool."""
 
 
 def _checked(request: dict[str, Any]) -> dict[str, Any]:
@@ -202,8 +197,8 @@ def _checked(request: dict[str, Any]) -> dict[str, Any]:
         ConfigError: if one is not.
     """
     for name, value in request.items():
-        if name not in _ALLOWED:
+        if name not in _CHANGES:
             raise ConfigError(f"{name:.60} cannot be changed while a job runs; {', '.join(_CHANGES)} can")
-        if not _ALLOWED[name](value):
+        if not _CHANGES[name][0](value):
             raise ConfigError(f"{name} cannot be set to {value!a:.60}")
     return request

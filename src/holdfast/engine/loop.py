@@ -1,41 +1,26 @@
 """One training loop: runs each step (compute, all-reduce, commit vote, optimizer) and reports events to the protocol.
 
-All other actions that the protocol orders are carried out by ``regroup`` and ``acts``.
+What the protocol orders after a failure is carried out in :mod:`holdfast.engine.recovering`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Generator, Iterator
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from holdfast.comm import OrderedAllReduce, device_of, make_allreduce
 from holdfast.data.ledger import SampleCounts
 from holdfast.data.loader import DataSource
 from holdfast.data.plan import MiniBatch, SamplePlan
-from holdfast.data.position import DataPosition
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.acts import StrategyActions
-from holdfast.engine.executor import StepExecutor
-from holdfast.engine.exits import kill_self
-from holdfast.engine.injection import FaultPoints
-from holdfast.engine.live_config import LiveConfig
-from holdfast.engine.recovery_log import RecoveryLog
-from holdfast.engine.regroup import LoopParts, LoopRegroup, LoopStatus
-from holdfast.engine.restorer import StateRestorer
+from holdfast.engine.recovering import RecoveringLoop
 from holdfast.errors import ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
-from holdfast.integrity.certificate import begin_certificate
-from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
-from holdfast.records.paths import launcher_lost_path
 from holdfast.records.types import Left
-from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.messages import (
     Action,
     Admitted,
-    Agree,
     ApplyStep,
     BucketReduced,
     ChangesWait,
@@ -48,12 +33,8 @@ from holdfast.recovery.messages import (
     LoopLeft,
     MembersChange,
     Note,
-    PeerLost,
     Publish,
     ReduceBucket,
-    Revoke,
-    ShareProgress,
-    Shrink,
     Started,
     StepApplied,
     StepVoted,
@@ -62,9 +43,7 @@ from holdfast.recovery.messages import (
 from holdfast.recovery.protocol import ProtocolState
 from holdfast.recovery.vote import CommitVote, MinMax, leaver_vote
 from holdfast.state.context import JobContext, LoopEnd
-from holdfast.state.loop_end import check_saved, stop_at_end
-from holdfast.state.run_log import RunLog
-from holdfast.state.store_loss import launcher_died, turn
+from holdfast.state.loop_end import check_saved
 
 
 class Pause(enum.Enum):
@@ -76,7 +55,7 @@ class Pause(enum.Enum):
     """The step is committed, and the optimizer runs next: parameters have their mean gradients."""
 
 
-class TrainingLoop:
+class TrainingLoop(RecoveringLoop):
     """One call of ``session.steps``, or one pass over a prepared loader.
 
     Args:
@@ -98,57 +77,10 @@ class TrainingLoop:
         is_newcomer: bool = False,
         pauses: bool = False,
     ) -> None:
-        self._job = job
+        super().__init__(job, trainable, plan, source, is_newcomer=is_newcomer)
         self._pauses = pauses
         self._is_applied = False
         self._has_left = False
-        self._end_before: LoopEnd | None = None  # the end of the loop before, until all workers have begun this one
-        self._trainable = trainable
-        strategy = make_strategy(job.live.strategy, min_workers=job.settings.min_workers)
-        self._protocol = Protocol(strategy, trainable.num_buckets, split=not trainable.is_replicated)
-        self._log = RunLog(job)
-        self._points = FaultPoints(job, self._log)
-        trainable.begin_loop(job, self._log)
-        self._fingerprint = trainable.fingerprint(job.comm, job.settings)
-        self._guard = SdcGuard(job, trainable.whole, self._fingerprint, self._log)
-        self._sum = self._get_sum()
-        self._position = DataPosition(plan, job.live.slicing, source)
-        self._live_config = LiveConfig(job, trainable, self._position, self._protocol.set_strategy)
-        self._restorer = StateRestorer(job, trainable, self._position, self._log, self._live_config, self._guard)
-        self._executor = StepExecutor(job, trainable, self._position, self._log, self._points, self._sum, source)
-        self._certificate = begin_certificate(job, trainable.figures, self._fingerprint)
-        self._status = LoopStatus(announced=job.rebuilds.current is not None)
-        self._recovery = RecoveryLog(job, self._log)
-        parts = LoopParts(
-            job=job,
-            trainable=trainable,
-            status=self._status,
-            log=self._log,
-            points=self._points,
-            recovery=self._recovery,
-            guard=self._guard,
-            executor=self._executor,
-            certificate=self._certificate,
-            restorer=self._restorer,
-            live_config=self._live_config,
-        )
-        self._regroup, self._acts = LoopRegroup(parts), StrategyActions(parts, is_newcomer=is_newcomer)
-        self._is_newcomer = is_newcomer
-
-    def _get_sum(self) -> OrderedAllReduce:
-        """Return the all-reduce, which keeps its memory in the job context from one training loop to the next."""
-        job, trainable = self._job, self._trainable
-        if job.loops.sum is None:
-            job.loops.sum = make_allreduce(
-                job.comm,
-                job.loops.order or "fold",  # chosen when a state is loaded
-                trainable.size_bytes,
-                device=device_of(trainable.device),
-                shared_bytes=job.settings.shared_bytes,
-                between_hosts=job.settings.between_hosts,
-                may_grow=job.comm.can_grow,
-            )
-        return job.loops.sum
 
     # -- the loop
 
@@ -158,13 +90,16 @@ class TrainingLoop:
         try:
             yield from self._drive()
         finally:
-            self._executor.close()
+            self._runner.close()
             self._position.close()
 
     def _drive(self) -> Iterator[Step | Pause]:
         event: Event = Admitted() if self._is_newcomer else Started()
         if not self._is_newcomer:
-            self._announce_job()
+            try:
+                self._job.announce()
+            except StoreLost as lost:
+                self._stop_without_store(lost)
         while True:
             for order in self._protocol.handle(event):
                 if self._pauses:
@@ -172,10 +107,10 @@ class TrainingLoop:
                 match order:
                     case Publish(step=step):
                         self._publish(step)
-                    case ComputeStep() if self._status.flags & Note.CHANGE:
+                    case ComputeStep() if self._flags & Note.CHANGE:
                         self._recovery.begin_planned()
                         event = MembersChange()
-                    case ComputeStep() if self._status.flags & Note.ASK:
+                    case ComputeStep() if self._flags & Note.ASK:
                         event = ChangesWait()
                     case ComputeStep(step=step):
                         event = yield from self._compute(step)
@@ -195,13 +130,13 @@ class TrainingLoop:
                     self._keep_applied()
             case ApplyStep():
                 assert self._trainable.whole is not None
-                self._trainable.whole.show_gradients(self._executor.in_progress())
+                self._trainable.whole.show_gradients(self._runner.in_progress())
                 yield Pause.BEFORE_UPDATE
 
     @property
     def is_stopping(self) -> bool:
         """Whether the workers have agreed that the last committed step is the last one of this loop."""
-        return bool(self._status.flags & Note.STOP)
+        return bool(self._flags & Note.STOP)
 
     def position(self) -> dict[str, Any]:
         """Return the position in the data after the last committed step, and the order in which gradients are added."""
@@ -229,55 +164,43 @@ class TrainingLoop:
         if attempt is None:
             return DataExhausted()
         if self._has_left:
-            self._executor.give_nothing()
+            self._runner.give_nothing()
             return Computed()
         begun_s = self._job.clock.now_s()
         yield attempt
         attempt.check_computed()
         if attempt.slices:
             self._job.beacon.publish_computed((self._job.clock.now_s() - begun_s) / len(attempt.slices))
-        self._guard.note_computed(self._executor.in_progress())
+        self._guard.note_computed(self._runner.in_progress())
         try:
-            self._executor.finish(attempt)
+            self._runner.finish(attempt)
         except (PeerFailed, StoreLost) as error:
             return self._answer(error)
         return Computed()
 
     def _carry_out(self, order: Action) -> Event:
         recovery, begun_s = self._recovery.now, 0.0 if self._recovery.now is None else self._job.clock.now_s()
-        event = self._answered(order)
+        try:
+            event = self._try(order)
+        except (PeerFailed, StoreLost) as error:
+            event = self._answer(error)
         if recovery is not None:
             recovery.count(order, self._job.clock.now_s() - begun_s)
         return event
-
-    def _answered(self, order: Action) -> Event:
-        try:
-            return self._try(order)
-        except (PeerFailed, StoreLost) as error:
-            return self._answer(error)
-
-    def _answer(self, error: PeerFailed | StoreLost) -> Event:
-        """Return the event that reports a failure to the protocol."""
-        if isinstance(error, StoreLost):
-            self._stop_without_store(error)
-        self._recovery.see_failure()
-        return PeerLost()
 
     def _try(self, order: Action) -> Event:
         match order:
             case ReduceBucket(bucket=bucket):
                 self._recovery.end()
-                self._executor.sum_bucket(bucket)
+                self._runner.sum_bucket(bucket)
                 return BucketReduced()
             case VoteStep(step=step):
                 return self._close(step)
             case ApplyStep(step=step):
                 self._apply(step)
                 return StepApplied()
-            case Revoke() | Agree() | Shrink() | ShareProgress():
-                return self._regroup.carry_out(order)
             case _:
-                return self._acts.carry_out(order)
+                return self._act(order)
 
     # -- a step
 
@@ -292,17 +215,17 @@ class TrainingLoop:
         batch = None if is_over else self._position.next_batch(step, self._job.comm.members)
         if batch is not None:
             if 0 <= self._job.settings.stop_after < step:
-                self._status.flags |= Note.LEAVE
-            if not (self._status.flags or self._status.outcome == "gave-up"):
+                self._flags |= Note.LEAVE
+            if not (self._flags or self._outcome == "gave-up"):
                 return batch
             # if the script asked to stop as well, the outcome is "done"
-            if self._status.flags == Note.LEAVE and self._status.outcome == "done":
-                self._status.outcome = "stopped"
+            if self._flags == Note.LEAVE and self._outcome == "done":
+                self._outcome = "stopped"
         is_last = (
             not self._trainable.is_replicated and self._job.checkpoints.is_named
         )  # its parts cannot be saved later
-        if self._status.outcome == "stopped" or is_last:
-            self._restorer.save(has_ended=self._status.outcome == "done", has_stopped=self.is_stopping)
+        if self._outcome == "stopped" or is_last:
+            self._restorer.save(has_ended=self._outcome == "done", has_stopped=self.is_stopping)
         self._log.mark("gate")
         return None
 
@@ -310,7 +233,8 @@ class TrainingLoop:
         """Return the next attempt, None if there is no next step."""
         batch = self._next_batch(step)
         if batch is not None:
-            attempt = self._executor.begin(batch)
+            self._points.alter_state(self._trainable, step)
+            attempt = self._runner.begin(batch)
             self._fingerprint.take(step)
             if self._certificate is not None:
                 self._certificate.begin(step)
@@ -328,7 +252,7 @@ class TrainingLoop:
         outcome = vote.unpack(self._sum.maximum(vote.pack()))
         if outcome.has_left:
             if not outcome.has_all_left:
-                self._status.flags |= Note.STOP
+                self._flags |= Note.STOP
                 if self._job.is_lead:
                     self._log.warn(outcome.leaver_line())
                 seed_slice(self._position.plan.seed, step - 1, -1)  # as after the last step, at all workers alike
@@ -342,8 +266,8 @@ class TrainingLoop:
             return CorruptionSeen()
         if self._certificate is not None:
             self._certificate.read(step, outcome.parts)
-        self._status.flags |= outcome.notes
-        self._status.save_due = bool(outcome.save)
+        self._flags |= outcome.notes
+        self._save_due = bool(outcome.save)
         return StepVoted()
 
     def _vote(self, step: int) -> CommitVote:
@@ -351,7 +275,7 @@ class TrainingLoop:
         job = self._job
         notes, parts = job.pending.notes, job.pending.leaves  # read once: a signal may arrive meanwhile
         return CommitVote(
-            guard=self._guard.fill(step, is_last=self._position.is_last(self._executor.in_progress())),
+            guard=self._guard.fill(step, is_last=self._position.is_last(self._runner.in_progress())),
             parts=self._fingerprint.parts,
             step=leaver_vote(job.comm.local_ranks[-1]) if self._has_left else MinMax(step, step),
             stop=bool(notes & Note.STOP),
@@ -362,7 +286,7 @@ class TrainingLoop:
             ask=job.is_lead and self._live_config.are_due(),
             save=self._wants_to_save(),
             data=None
-            if (digest := self._position.digest(self._executor.in_progress())) is None
+            if (digest := self._position.digest(self._runner.in_progress())) is None
             else MinMax(digest, digest),
         )
 
@@ -375,17 +299,17 @@ class TrainingLoop:
         return self._job.is_lead and is_due
 
     def _apply(self, step: int) -> None:
-        job, batch, trainable = self._job, self._executor.in_progress(), self._trainable
+        job, batch, trainable = self._job, self._runner.in_progress(), self._trainable
         self._points.enter("optimizer")
         lost = trainable.missing_slices(batch)
         workers = trainable.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
-        job.committed.metrics = trainable.apply(batch, self._executor.names)
+        job.committed.metrics = trainable.apply(batch, list(self._runner.names))
         for note in trainable.take_notes():
             if job.is_lead or trainable.summed is None:
                 self._log.warn(note)
         samples = self._position.commit(batch, lost)
-        self._executor.batch, job.committed.step, job.rebuilds.snapshot = None, step + 1, None
+        self._runner.batch, job.committed.step, job.rebuilds.snapshot = None, step + 1, None
         self._log.committed(batch, samples, len(workers), lost, link)
         if self._pauses:
             self._is_applied = True
@@ -396,7 +320,7 @@ class TrainingLoop:
         """Keep the state after a step in memory or in a checkpoint, if that is due."""
         job, trainable = self._job, self._trainable
         self._restorer.keep_after_step()
-        if job.checkpoints.is_due(job.step) or self._status.save_due:
+        if job.checkpoints.is_due(job.step) or self._save_due:
             if not trainable.is_replicated and self._recovery.now is not None:
                 job.checkpoints.put_off(job.step)  # some parts are placed on failed workers: save after they have moved
             else:
@@ -404,21 +328,15 @@ class TrainingLoop:
 
     # -- the beginning, checkpoints
 
-    def _announce_job(self) -> None:
-        try:
-            self._job.announce()
-        except StoreLost as lost:
-            self._stop_without_store(lost)
-
     def _announce(self) -> None:
         self._end_before = None
-        if not self._status.announced and self._job.loop >= 0:
-            self._status.announced = True
+        if not self._announced and self._job.loop >= 0:
+            self._announced = True
             self._log.started(self._position.plan, self._trainable.num_buckets, self._trainable.numel)
 
     def _publish(self, durable_step: int) -> None:
         job, checkpoints = self._job, self._job.checkpoints
-        self._status.save_due = False
+        self._save_due = False
         checkpoints.publish(durable_step, job.comm.generation, is_lead=job.is_lead)
         at_gate = self._protocol.state is ProtocolState.LAST_GATE
         if at_gate and checkpoints.step is not None:
@@ -426,53 +344,24 @@ class TrainingLoop:
         outcomes = checkpoints.finish() if at_gate else checkpoints.poll()
         for outcome in outcomes:
             self._log.saved(outcome)
-        if at_gate and self._status.outcome != "done" and job.is_lead and not self._restorer.belongs_to_later_loop:
+        if at_gate and self._outcome != "done" and job.is_lead and not self._restorer.belongs_to_later_loop:
             check_saved(job.step, outcomes)
-
-    def _stop_without_store(self, lost: StoreLost) -> NoReturn:
-        """Save the state before the step in progress, unless it is saved, and stop: the membership store is lost.
-
-        If the launcher is alive, other workers may still reach the store and continue. Then only this worker ends.
-        """
-        job, run_dir = self._job, self._job.settings.run_dir
-        has_begun = self._status.announced and self._protocol.progress.completed >= 0
-        if has_begun and not launcher_died(run_dir):
-            self._log.warn(f"{lost}; without agreements this worker cannot continue, so it kills itself")
-            kill_self()
-        if self._end_before is not None and launcher_died(run_dir):  # another may have stopped before this loop
-            job.loops.at_end = self._end_before
-            stop_at_end(job)
-            job.loops.at_end = None  # the watcher's SIGTERM may come now, and asks for the same
-            raise SystemExit(4)
-        if not has_begun or not self._trainable.is_replicated:  # a single worker does not hold the whole state
-            raise lost
-        self._acts.discard()
-        with turn(launcher_lost_path(Path(run_dir))):
-            outcomes = self._restorer.save_without_store()
-        for outcome in outcomes:
-            self._log.saved(outcome)
-        if not (job.checkpoints.last() >= job.step or self._restorer.belongs_to_later_loop):
-            raise lost
-        self._recovery.forget()
-        self._status.outcome = "stopped"
-        self._leave()
-        raise InternalError(str(lost))  # never reached: stopping ends the script
 
     # -- the end
 
     def _leave(self) -> None:
         job, trainable = self._job, self._trainable
-        if self._executor.batch is not None:
-            stops = self._status.flags & Note.STOP
-            self._acts.discard()  # a step that was not committed, because workers have left the loop
-            self._status.flags |= stops  # some have: training ends for all
+        if self._runner.batch is not None:
+            stops = self._flags & Note.STOP
+            self._discard()  # a step that was not committed, because workers have left the loop
+            self._flags |= stops  # some have: training ends for all
         trainable.leave()
-        if self._status.outcome == "left":
+        if self._outcome == "left":
             self._log.write(Left())
             self._log.warn(f"left the job before step {job.step} because it received SIGTERM")
             raise SystemExit(0)
         self._recovery.end()
-        if self._status.outcome == "done" and (self._restorer.belongs_to_later_loop or job.loop < 0):
+        if self._outcome == "done" and (self._restorer.belongs_to_later_loop or job.loop < 0):
             ends = self._log.ends("done", dict.fromkeys(job.comm.local_ranks, ("", "")), job.loops.totals)
             job.loops.at_end = LoopEnd(job.step, None, {}, tuple(ends))  # SIGTERM need not save what was loaded
             self._log.mark("script")
@@ -481,17 +370,17 @@ class TrainingLoop:
             self._log.write(summary)
         if self._certificate is not None:
             self._log.hashed(job.step, job.committed.link, self._certificate.hash_end())
-        self._log.finished(self._status.outcome, trainable.sha256s(job.comm.local_ranks), self.account())
-        if self._status.outcome == "done":
+        self._log.finished(self._outcome, trainable.sha256s(job.comm.local_ranks), self.account())
+        if self._outcome == "done":
             self._restorer.keep_end(job.loops.finished, has_stopped=self.is_stopping)
         self._log.mark("script")
         job.pending.notes &= ~Note.STOP
-        if self._status.outcome == "gave-up":
+        if self._outcome == "gave-up":
             alive, least = len(job.comm.members), job.settings.min_workers
             raise TooFewWorkers(
                 f"{alive} of at least {least} workers are alive; the state before step {job.step} is in {job.checkpoints.url}"
             )
-        if self._status.outcome == "stopped":
+        if self._outcome == "stopped":
             self._log.print_line(f"stopped on request; the state before step {job.step} is in {job.checkpoints.url}")
             raise SystemExit(4)
 

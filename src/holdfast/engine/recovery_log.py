@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from holdfast.state.context import JobContext, RebuildInfo, RecoveryContext
+from holdfast.state.context import JobContext, RecoveryContext
 from holdfast.state.run_log import RunLog
 
 
@@ -22,7 +23,7 @@ class RecoveryLog:
         self.now: RecoveryContext | None = None
         """The recovery in progress."""
         if (before := job.rebuilds.current) is not None:
-            self.now = RecoveryContext(before.before, "reinit", orders=before.orders, times_s=before.times_s)
+            self.now = dataclasses.replace(before.recovery, decision="reinit", redone_steps=0, held_since_s=0.0)
 
     @property
     def is_planned(self) -> bool:
@@ -68,27 +69,6 @@ class RecoveryLog:
         """Note that the step in progress is recomputed, unless another decision was made."""
         if self.now is not None and self.now.decision == "continue":
             self.decide("redo", int(was_computing))
-
-    def rebuilding(self, *, reached: int, began_s: float) -> RebuildInfo:
-        """Return the context that is passed to the application built next.
-
-        Args:
-            reached: Steps that this worker had begun.
-            began_s: When it began to discard the step in progress. That is complete, and so is the snapshot.
-        """
-        recovery, now_s = self.now or RecoveryContext(self._job.comm.members), self._job.clock.now_s()
-        return RebuildInfo(
-            before=recovery.before,
-            reached=reached,
-            orders=recovery.orders,
-            times_s=recovery.times_s,
-            snapshot_s=now_s - began_s,
-            unwound_s=now_s,
-        )
-
-    def forget(self) -> None:
-        """Discard the recovery without a record: no worker is left to recover with."""
-        self.now = None
 
     def end(self) -> None:
         """Write the record of the recovery: training resumes."""

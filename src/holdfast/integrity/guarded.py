@@ -41,8 +41,8 @@ class GuardedGradients(Protocol):
     def given(self) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield for each slice computed here the data that reveals a wrong one."""
 
-    def loss(self) -> float | None:
-        """Return the mean loss after all all-reduces."""
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the means of the metrics ``names`` and of the loss, after all all-reduces."""
 
 
 class GuardedModel(Protocol):

@@ -84,7 +84,7 @@ class RangeCheck:
 
     def _findings(self, step: int) -> Iterator[RangeFinding | None]:
         kinds = {"loss", "gradients"}
-        loss = self._part.gradients.loss()
+        loss = self._part.gradients.metrics(()).get("loss")
         if loss is not None:
             yield self._ranges.look("loss", "loss", (loss,))
         for piece, tensor in self._digest.values(step):

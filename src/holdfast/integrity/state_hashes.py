@@ -1,7 +1,7 @@
 """The fingerprint of a step: the state before it, hashed once. Replicas are compared by it, and the certificate includes it.
 
 It is taken at the start of an attempt at the step. The state is then the same whether updates were overlapped or late, after a failure,
-and on a newcomer. :mod:`holdfast.models.whole_hashes` hashes replicated models, :mod:`holdfast.models.part_hashes` split ones.
+and on a newcomer. :mod:`holdfast.models.replicated` hashes replicated models, :mod:`holdfast.models.model_parallel` split ones.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from holdfast.config import Settings
 from holdfast.errors import PeerFailed
 from holdfast.models.gradients import SliceGradients
 from holdfast.models.part import ModelPart
-from holdfast.models.reducer import ReducedBucket
+from holdfast.models.trainable import ReducedBucket
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.context import JobContext
 

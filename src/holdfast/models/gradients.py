@@ -238,18 +238,6 @@ class BucketLayout:
             copy_each(into, values)
         self.clear()
 
-    def put(
-        self,
-        terms: SliceGradients,
-        metrics: Mapping[str, torch.Tensor | float],
-        samples: int,
-        begun: int = 0,
-        items: float | None = None,
-    ) -> None:
-        """Complete ``terms`` with a slice's gradients, buffers and metrics; see :meth:`collect`, :meth:`put_figures`."""
-        self.collect(terms, begun)
-        self.put_figures(terms, metrics, samples, items)
-
     @torch.no_grad()
     def add_up(self, rows: Sequence[SliceGradients], buckets: Iterable[int]) -> None:
         """Add some buckets of rows into the first of them, from the last to the first: ``a + (b + c)``.

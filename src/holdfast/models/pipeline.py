@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
-from holdfast.data.samples import check_dataset
-from holdfast.data.seeds import seed_slice
-from holdfast.errors import CheckpointError, ConfigError, ScriptError
+from holdfast.errors import CheckpointError, ConfigError
 from holdfast.integrity.hash_chain import in_order
-from holdfast.models.evaluation import Evaluation
 from holdfast.models.factories import PartFactories
 from holdfast.models.flat_params import check_in_host, in_row
-from holdfast.models.loss import checked
 from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.pipeline_scaler import PipelineScaler, ScaledStage
-from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.specs import Pipeline
-from holdfast.models.stages import StageExecutor, chain_of
-from holdfast.models.step import StagedStep, Step
+from holdfast.models.stages import StageRunner, chain_of
+from holdfast.models.trainable import Reach, StepContext
 from holdfast.models.training_state import model_sha256
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import PIPELINE
-from holdfast.state.context import JobContext
-from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import receive_part, send_part
-
-_BESIDE = -2
-"""First number of evaluated micro-batches, descending: slices have numbers from 0 on, code outside them has -1."""
 
 
 class PipelineModel(ModelParallel):
@@ -60,7 +48,6 @@ class PipelineModel(ModelParallel):
         self._scaling = None if scaler is None else PipelineScaler(scaler)
         shape = shape_of(model.parts, max(1, settings.workers // model.parts), settings)
         super().__init__(shape, self._build, self._drop, scaler)
-        self._metrics: dict[str, float] = {}
         self.numel = 0
         """Number of elements in the parameters of all stages."""
 
@@ -101,14 +88,10 @@ class PipelineModel(ModelParallel):
     def _row_of(self, part: int) -> torch.Tensor:
         return self._rows[part]
 
-    def begin_loop(self, job: JobContext, log: RunLog) -> None:
-        super().begin_loop(job, log)
-        self.stages = StageExecutor(
-            self.given, self.resident, job.comm, self._settings, job.loops, job.faults, job.altered, self._scaling
-        )
-
-    def runner(self, context: StepContext) -> Runner:
-        return StageRunner(context, self)
+    def begin_loop(self, context: StepContext) -> StageRunner:
+        self._connect(context)
+        self.stages = StageRunner(context, self, self.given, self._scaling, clips=self._clip_grad_norm is not None)
+        return self.stages
 
     # -- the size of the complete model: each worker only knows its own stages, so all exchange sizes at the start
 
@@ -156,16 +139,8 @@ class PipelineModel(ModelParallel):
         for part in self.resident.held.values():
             part.begin()
         self._remember_registered()
-        self.stages.begin()
+        self.stages.begin_messages()
         self.exchange_backups(self.stages.mailbox)
-
-    def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
-        """All-reduce the gradients; see :meth:`StageExecutor.sum`."""
-        self.stages.sum(batch, reach)
-        self._metrics = self.stages.share_figures(batch)
-        self.stages.share_overflow()
-        if self._clip_grad_norm is not None:
-            self.stages.share_norms()
 
     def discard_step(self) -> None:
         for part in self.resident.held.values():
@@ -177,15 +152,15 @@ class PipelineModel(ModelParallel):
         return tuple(note for stage in held for note in stage.buckets.buffers.take_notes())
 
     def figures(self) -> list[float]:
-        return in_order(self._metrics)
+        return in_order(self.stages.metrics)
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
         for part in self.resident.held.values():
-            part.apply(batch, (), self._metrics)
+            part.apply(batch, (), self.stages.metrics)
         if self._scaling is not None:
             devices = [part.device for part in self.resident.held.values()]  # none on a spare
             self._scaling.update(devices[0] if devices else self.device)
-        return self._metrics
+        return self.stages.metrics
 
     def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:
         """Return the workers that compute a stage of some slice; no slice is ever lost."""
@@ -217,61 +192,3 @@ class PipelineModel(ModelParallel):
         averages = [part.average.module for part in parts if part.average is not None]
         self.given.averaged = torch.nn.Sequential(*averages) if averages else None
         self._note_sha256s(self.given.module, sha256s)
-
-
-class StageRunner(Runner):
-    """Computes the stages that this worker holds, and all-reduces their gradients among their holders."""
-
-    def __init__(self, context: StepContext, pipelined: PipelineModel) -> None:
-        super().__init__(context, pipelined.rest)
-        self._pipelined = pipelined
-
-    @property
-    def _seed(self) -> int:
-        return self._context.position.plan.seed
-
-    def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
-        return StagedStep(self, batch, slices, attempt)
-
-    def compute(self, batch: MiniBatch) -> None:
-        """Run the forward and backward passes of this worker's stages."""
-
-        def fetch(number: int) -> Any:
-            self._job.beacon.mark("forward", batch.step, number, batch.slices[number])
-            return self._context.loading(self._seed, batch, number)
-
-        self._pipelined.stages.compute(batch, self._seed, fetch, self._context.reach)
-        self.between_slices(batch)
-
-    def finish(self, batch: MiniBatch, attempt: Step) -> None:
-        """All-reduce the gradients of all stages, unless computing them ended early."""
-        super().finish(batch, attempt)
-        self._pipelined.finish_step(batch, self._context.reach)
-
-    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
-        """Return means over a dataset, with the stages as of before the step."""
-        check_dataset(dataset)
-        if batch_size < 1 or len(dataset) < 1:
-            raise ScriptError(
-                f"step.evaluate needs at least 1 sample and batch_size >= 1, got {len(dataset)} and {batch_size}"
-            )
-        source, seed = dataclasses.replace(self._context.source, dataset=dataset), self._seed
-        parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
-
-        def begin(number: int, part: int) -> None:
-            self._context.log.mark("forward")  # shows the health monitor that this worker makes progress
-            seed_slice(seed, batch.step, _BESIDE - number, part)
-
-        evaluation = Evaluation(
-            model=self._pipelined.given,
-            parts=self._pipelined.resident,
-            comm=self._job.comm,
-            mailbox=self._pipelined.stages.mailbox,
-            sizes=list(map(len, parts)),
-            load=lambda number: checked(source.load(seed, batch.step, _BESIDE - number, parts[number])),
-            begin=begin,
-            averaged=averaged,
-        )
-        figures = evaluation.figures()
-        self.between_slices(batch)
-        return figures

@@ -1,4 +1,7 @@
-"""A replicated model: every worker holds the complete model and optimizer state."""
+"""A replicated model: every worker holds the complete model and optimizer state.
+
+Every worker hashes the same state, so no digest needs to be sent.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,19 @@ from holdfast.base.clock import Clock
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
 from holdfast.faults.flips import module_names, weights
+from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, RotatingDigest, StateDigests
+from holdfast.integrity.hash_chain import digest_of_tensors
+from holdfast.integrity.state_hashes import Fingerprint, hash_tensors
 from holdfast.models.overlap import OverlappedOptimizer
 from holdfast.models.part import ModelPart, Stateful
-from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
-from holdfast.models.trainable import Trainable
+from holdfast.models.trainable import Reach, StepContext, Trainable
 from holdfast.models.training_state import model_sha256
-from holdfast.models.whole_hashes import WholeFingerprint
+from holdfast.records.certified import HashedState
 from holdfast.records.types import OptimizerOverlapped
 from holdfast.recovery.strategy import REPLICATED
-from holdfast.state.context import JobContext, OverlapCost
-from holdfast.state.run_log import RunLog
+from holdfast.recovery.vote import MinMax
+from holdfast.state.context import OverlapCost
 from holdfast.state.transfer import adopt_lowest
 
 
@@ -47,20 +52,18 @@ class ReplicatedModel(ModelPart, Trainable):
 
     # -- a loop
 
-    def begin_loop(self, job: JobContext, log: RunLog) -> None:
+    def begin_loop(self, context: StepContext) -> SliceRunner:
         """From the first loop on, overlap the optimizer if configured."""
-        super().begin_loop(job, log)
+        job = context.job
         self.check_device()
         if job.settings.overlap_optimizer:
             self.overlap_optimizer(job.clock, job.spent, beside=not isinstance(job.comm, VirtualCommunicator))
+        return SliceRunner(context, self, self)
 
     def overlap_optimizer(self, clock: Clock, spent: OverlapCost, *, beside: bool) -> None:
         """From now on, update the parameters of a bucket as soon as it is all-reduced; see :class:`OverlappedOptimizer`."""
         if self.overlapped is None:
             self.overlapped = OverlappedOptimizer(self.buckets, self.optimizer, clock, spent, beside=beside)
-
-    def runner(self, context: StepContext) -> Runner:
-        return SliceRunner(context, self, self)
 
     def summary(self) -> OptimizerOverlapped | None:
         """Return the cost of the overlapped optimizer, if it is used."""
@@ -130,3 +133,55 @@ class ReplicatedModel(ModelPart, Trainable):
 
     def rest(self, here: Sequence[int]) -> None:
         self.own.rest(here)
+
+
+class WholeFingerprint(Fingerprint):
+    """The fingerprint of a replicated model: every worker has the complete state, and knows which part others hash."""
+
+    def __init__(self, whole: ModelPart, comm: Communicator, settings: Settings) -> None:
+        super().__init__(comm, settings)
+        self._whole = whole
+        self.digest: RotatingDigest = RotatingDigest(
+            whole.model,
+            whole.optimizer,
+            LONGEST_ROTATION if settings.guard in ("warn", "heal") else 0,
+            buffers=whole.beside() if self._is_certified else (),
+        )
+
+    def _windows(self, step: int) -> Mapping[int, StateDigests]:
+        return self._whole.own.of_each(self._comm.local_ranks, lambda: self.digest.take(step))
+
+    def _certify(self, digests: Mapping[int, int]) -> None:
+        self.state = f"{digests[min(digests)]:016x}"
+
+    def _certify_whole(self, everything: Sequence[HashedState]) -> None:
+        (hashed,) = everything
+        self.state = digest_of_tensors(hashed.tensors)
+
+    def everything(self) -> list[HashedState]:
+        return [HashedState(rank=min(self._comm.local_ranks), tensors=hash_tensors(self.digest))]
+
+    def where(self, step: int) -> str:
+        return self.digest.where(step)
+
+    def remember_buffers(self) -> None:
+        self._whole.buckets.buffers.begin_step()
+
+    def compare_all(self) -> None:
+        self.is_of_all = True
+        self._whole.wait_updated()
+        numbers = self._whole.own.of_each(self._comm.local_ranks, lambda: self.digest.of_step(EVERYTHING))
+        self.replicas = MinMax.of(numbers.values())
+
+    def compared(self, step: int, half: str = "") -> tuple[str, ...]:
+        if self.is_of_all:
+            return (half or "everything",)
+        return tuple(dict.fromkeys(piece.path for piece in self.digest.pieces(step, (half,) if half else HALVES)))
+
+    def of_halves(self, step: int) -> dict[str, dict[int, int]]:
+        self._whole.wait_updated()
+        window = EVERYTHING if self.is_of_all else step
+        return {half: self._of_half(window, half) for half in HALVES}
+
+    def _of_half(self, window: int, half: str) -> dict[int, int]:
+        return self._whole.own.of_each(self._comm.local_ranks, lambda: self.digest.of_step(window, (half,)))

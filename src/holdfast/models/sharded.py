@@ -25,13 +25,11 @@ from holdfast.models.flat_params import check_in_host, in_row, views
 from holdfast.models.model_parallel import ModelParallel, shape_of
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.part import ModelPart
-from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
 from holdfast.models.specs import Sharded, check_device
+from holdfast.models.trainable import Reach, StepContext
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
-from holdfast.state.context import JobContext
-from holdfast.state.run_log import RunLog
 from holdfast.state.transfer import broadcast
 
 
@@ -72,16 +70,14 @@ class ShardedModel(ModelParallel):
         if self.sends_copies:
             check_in_host(self.device)
 
-    def begin_loop(self, job: JobContext, log: RunLog) -> None:
-        super().begin_loop(job, log)
-        self._mailbox = Mailbox(job.comm, shared_bytes=self._settings.shared_bytes)
+    def begin_loop(self, context: StepContext) -> SliceRunner:
+        self._connect(context)
+        self._mailbox = Mailbox(context.job.comm, shared_bytes=self._settings.shared_bytes)
+        return SliceRunner(context, self, self.flow)
 
     @property
     def summed(self) -> ModelPart:
         return self.flow
-
-    def runner(self, context: StepContext) -> Runner:
-        return SliceRunner(context, self, self.flow)
 
     # -- the shards of this worker
 

@@ -20,10 +20,8 @@ from holdfast.models.backward_overlap import BackwardOverlap, why_never
 from holdfast.models.loss import on_device
 from holdfast.models.media import Histogram, Image
 from holdfast.models.part import ModelPart
-from holdfast.models.reducer import BucketReducer, ReducedBucket
-from holdfast.models.runner import Runner, StepContext
 from holdfast.models.step import Step
-from holdfast.models.trainable import Trainable
+from holdfast.models.trainable import ReducedBucket, Runner, StepContext, Trainable
 from holdfast.recovery.registry import strategy_class
 
 
@@ -31,12 +29,10 @@ class SliceRunner(Runner):
     """Computes slices with the complete model, ``part``."""
 
     def __init__(self, context: StepContext, trainable: Trainable, part: ModelPart) -> None:
-        super().__init__(context, trainable.rest)
-        self._enter = trainable.enter
+        super().__init__(context, trainable)
         self._part = part
         self._room = context.total.room
         part.buckets.copies = context.total.start_copy
-        self._reducer = BucketReducer(context.total, part, context.job.faults, context.job.altered)
         self._watched = NOT_WATCHED
         self._overlap = self._make_overlap()
         self._last = -1
@@ -52,7 +48,8 @@ class SliceRunner(Runner):
         return None
 
     def close(self) -> None:
-        """End the thread of all-reduces that begin early."""
+        """End the thread of all-reduces that begin early, too."""
+        super().close()
         if self._overlap is not None:
             self._overlap.close()
 
@@ -66,10 +63,10 @@ class SliceRunner(Runner):
         self._context.total.keeps_terms = keeps_terms
         return Step(self, batch, slices, attempt)
 
-    def finish(self, batch: MiniBatch, attempt: Step) -> None:
+    def finish(self, attempt: Step) -> None:
         if not self._part.own.differ:  # with a state per worker, another one is in the model now
             self._part.buckets.buffers.constants.check_between()
-        super().finish(batch, attempt)
+        super().finish(attempt)
 
     def _plan_rows(self, batch: MiniBatch) -> RowPlan:
         """Return which slices share a row. A guard that heals compares single slices, and planned flips name them.
@@ -89,7 +86,7 @@ class SliceRunner(Runner):
         ids, owner, faults = batch.slices[number], batch.owners[number], self._job.faults
         self._job.beacon.mark("forward", batch.step, number, ids)
         self._part.buckets.buffers.constants.check_between()
-        self._enter(owner)
+        self._trainable.enter(owner)
         self._part.gradients.begin_slice(number, self._room, is_first=number == min(batch.owners))
         self._watched = flip_outputs(self._part.model, faults.flips("activations", batch.step, owner), faults)
         return self._inputs(batch, number)
@@ -99,7 +96,7 @@ class SliceRunner(Runner):
         return on_device(inputs, self._part.device)
 
     def _inputs(self, batch: MiniBatch, number: int) -> Any:
-        return self._context.loading(self._context.position.plan.seed, batch, number)
+        return self._loading(self._context.position.plan.seed, batch, number)
 
     def backward(
         self, loss: torch.Tensor, batch: MiniBatch, number: int, *, is_only: bool = True, items: float | None = None
@@ -131,7 +128,7 @@ class SliceRunner(Runner):
         def reduce(bucket: int) -> ReducedBucket:
             if added:
                 self._part.buckets.add_up(added, [bucket])
-            return self._reduce(batch, bucket, owners, rows)
+            return self._reduce_bucket(batch, bucket, owners, rows)
 
         return self._overlap.watching(gradients.current, reduce)
 
@@ -145,9 +142,9 @@ class SliceRunner(Runner):
         self._end(batch, number, metrics)
         self._part.gradients.add_up(number, begun)
 
-    def give_nothing(self, batch: MiniBatch, slices: Sequence[int]) -> None:
-        gradients = self._part.gradients
-        for number in slices:
+    def give_nothing(self) -> None:
+        batch, gradients = self.in_progress(), self._part.gradients
+        for number in self._own_slices(batch):
             gradients.begin_slice(number, self._room, is_first=number == min(batch.owners))
             gradients.end_slice(number, {"loss": 0.0}, len(batch.slices[number]))
             gradients.add_up(number)
@@ -195,11 +192,12 @@ class SliceRunner(Runner):
 
     # -- all-reduces
 
-    def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
+    def sum_bucket(self, bucket: int) -> None:
         self._context.log.mark("allreduce")
         reduced = None if self._overlap is None else self._overlap.finish(bucket)
         if reduced is None:
-            reduced = self._reduce(batch, bucket, self._owners(batch), list(self._part.gradients.terms))
+            batch = self.in_progress()
+            reduced = self._reduce_bucket(batch, bucket, self._owners(batch), list(self._part.gradients.terms))
         self._part.add_sum(*reduced)
 
     def _owners(self, batch: MiniBatch) -> dict[int, int]:
@@ -207,23 +205,26 @@ class SliceRunner(Runner):
         members = frozenset(self._job.comm.members)
         return {number: rank for number, rank in batch.owners.items() if rank in members}
 
-    def _reduce(self, batch: MiniBatch, bucket: int, owners: Mapping[int, int], rows: Sequence[int]) -> ReducedBucket:
-        return self._reducer.reduce(
-            batch,
+    def _reduce_bucket(
+        self, batch: MiniBatch, bucket: int, owners: Mapping[int, int], rows: Sequence[int]
+    ) -> ReducedBucket:
+        return self._reduce(
+            self._context.total,
+            self._part,
             bucket,
             owners,
+            mean=self._part.gradients.mean(bucket, batch, owners, self._job.settings.rescale),
             rows=rows,
             givers=dict.fromkeys(self._job.comm.local_ranks, bucket),
             name=f"bucket {bucket}",
-            rescale=self._job.settings.rescale,
             midway=lambda: self._context.reach_in_sum(batch.step, bucket),
         )
 
-    def send_bucket(self, batch: MiniBatch, bucket: int, source: int) -> None:
+    def send_bucket(self, bucket: int, source: int) -> None:
         comm, gradients = self._job.comm, self._part.gradients
         layout = self._part.buckets.layouts[bucket]
         has_it = len(gradients.sums) > bucket
-        inside = torch.zeros(len(batch.slices), dtype=torch.uint8)
+        inside = torch.zeros(len(self.in_progress().slices), dtype=torch.uint8)
         if has_it:
             inside[list(gradients.summed_slices[bucket])] = 1
         comm.broadcast(inside, source)

@@ -10,32 +10,36 @@ sending never blocks, and every message that is received was sent earlier in tha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from holdfast.comm import Communicator, Mailbox, OrderedAllReduce, Subgroup, checksum, device_of, make_allreduce
+from holdfast.comm import Mailbox, OrderedAllReduce, Subgroup, checksum, device_of, make_allreduce
 from holdfast.comm.allreduce.checksums import note_altered
-from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
+from holdfast.data.samples import check_dataset
 from holdfast.data.seeds import seed_slice
 from holdfast.errors import ScriptError
 from holdfast.faults.flips import flip_outputs
-from holdfast.faults.process import Injector
+from holdfast.models.evaluation import Evaluation
 from holdfast.models.gradients import SliceGradients
 from holdfast.models.loss import checked, loss_of, on_device
+from holdfast.models.model_parallel import ModelParallel
 from holdfast.models.pipeline_scaler import PipelineScaler
-from holdfast.models.reducer import BucketReducer
-from holdfast.models.resident_parts import ResidentParts
-from holdfast.models.runner import Reach
 from holdfast.models.specs import Pipeline
+from holdfast.models.step import StagedStep, Step
+from holdfast.models.trainable import Runner, StepContext
 from holdfast.recovery.placement import Placement
 from holdfast.recovery.registry import strategy_class
-from holdfast.state.context import LoopState
 from holdfast.state.transfer import as_message, broadcast, of_message
+
+_BESIDE = -2
+"""First number of evaluated micro-batches, descending: slices have numbers from 0 on, code outside them has -1."""
 
 
 @dataclass(slots=True)
@@ -56,34 +60,46 @@ class _Work:
     figures: tuple[str, ...] = ()
 
 
-class StageExecutor:
-    """Computes the stages that this worker holds, and all-reduces their gradients among their holders."""
+class StageRunner(Runner):
+    """Computes the stages that this worker holds, and all-reduces their gradients among their holders.
+
+    Args:
+        context: The training loop's.
+        pipelined: The stages of this worker.
+        model: What the script has given.
+        scaling: Scales the loss, if anything does.
+        clips: Updates need the norm of the complete gradient.
+    """
 
     def __init__(
         self,
+        context: StepContext,
+        pipelined: ModelParallel,
         model: Pipeline,
-        resident: ResidentParts,
-        comm: Communicator,
-        settings: Settings,
-        loops: LoopState,
-        faults: Injector,
-        altered: dict[str, int],
         scaling: PipelineScaler | None,
+        *,
+        clips: bool,
     ) -> None:
+        super().__init__(context, pipelined)
         self._model = model
-        self._resident = resident
-        self._comm = comm
-        self._settings = settings
-        self._loops = loops
-        self._faults = faults
-        self._altered = altered
         self._scaling = scaling
-        self.mailbox = Mailbox(comm, shared_bytes=settings.shared_bytes)
+        self._clips = clips
+        self._resident = pipelined.resident
+        self._comm = self._job.comm
+        self._settings = self._job.settings
+        self._faults = self._job.faults
+        self.mailbox = Mailbox(self._comm, shared_bytes=self._settings.shared_bytes)
         self._sums: dict[int, tuple[tuple[int, ...], OrderedAllReduce]] = {}
         self._work = _Work()
+        self.metrics: dict[str, float] = {}
+        """The metrics of the step, after its all-reduces."""
 
-    def begin(self) -> None:
-        """Begin an attempt; called by all members."""
+    @property
+    def _seed(self) -> int:
+        return self._context.position.plan.seed
+
+    def begin_messages(self) -> None:
+        """Forget the messages and all-reduces of the attempt before; called by all members."""
         self._work = _Work()
         for part in self._sums.keys() - self._resident.held.keys():
             self._sums.pop(part)[1].close()
@@ -91,40 +107,57 @@ class StageExecutor:
             allreduce.begin()
         self.mailbox.begin()
 
-    def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
+    def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
+        return StagedStep(self, batch, slices, attempt)
+
+    def compute(self, batch: MiniBatch) -> None:
         """Run the micro-batches of this worker's pipeline replicas through its stages."""
+        reach = self._context.reach
         reach("handover", None)
         for number, part in self._my_work(batch, back=False):
             reach("handover", number)
-            self._forward(batch, seed, number, part, fetch)
+            self._forward(batch, number, part)
         reach("backward", None)
         for number, part in self._my_work(batch, back=True):
             self._backward(batch, number, part)
+        self.between_slices(batch)
 
-    def sum(self, batch: MiniBatch, reach: Reach) -> None:
+    def finish(self, attempt: Step) -> None:
+        """All-reduce the gradients of all stages, and share what each worker needs of the others, unless computing failed."""
+        super().finish(attempt)
+        batch = self.in_progress()
+        self._sum(batch)
+        self.metrics = self._share_figures(batch)
+        self._share_overflow()
+        if self._clips:
+            self._share_norms()
+
+    def _sum(self, batch: MiniBatch) -> None:
         """All-reduce the gradients of every stage among its holders, the last stage first."""
         placement = self._resident.now
         count = 0
         sums = dict.fromkeys(self._comm.local_ranks, 0)  # all-reduces of each local rank so far
         for part in reversed(self._resident.held):
-            stage = self._resident.held[part]
-            reducer = BucketReducer(self._sum_of(part), stage, self._faults, self._altered)
+            stage, adds = self._resident.held[part], self._sum_of(part)
             owners = {number: chain_of(placement, batch, number)[part] for number in sorted(batch.owners)}
             givers = [rank for rank in placement.holders(part) if rank in sums]
             for bucket in range(stage.num_buckets):
-                reducer.sum(
-                    batch,
+                reduced = self._reduce(
+                    adds,
+                    stage,
                     bucket,
                     owners,
+                    mean=stage.gradients.mean(bucket, batch, owners, "survivors"),
+                    rows=list(stage.gradients.terms),
                     givers={rank: sums[rank] for rank in givers},
                     name=f"bucket {bucket} of stage {part}",
-                    rescale="survivors",
-                    midway=functools.partial(reach, "allreduce", count),
+                    midway=functools.partial(self._context.reach, "allreduce", count),
                 )
+                stage.add_sum(*reduced)
                 sums |= {rank: sums[rank] + 1 for rank in givers}
                 count += 1
 
-    def share_figures(self, batch: MiniBatch) -> dict[str, float]:
+    def _share_figures(self, batch: MiniBatch) -> dict[str, float]:
         """Return the metrics of the step, which a worker of the last stage of one slice sends to all others.
 
         This comes before the commit vote: then every worker that may ever apply the step has them.
@@ -137,13 +170,13 @@ class StageExecutor:
 
         return dict(of_message(broadcast(self.mailbox, self._comm, teller, figures)))
 
-    def share_overflow(self) -> None:
+    def _share_overflow(self) -> None:
         """If the loss is scaled, tell every worker whether some stage's gradient overflows: then all skip the step."""
         if self._scaling is not None and self._scaling.is_enabled:
             has_overflow = any(stage.overflows() for stage in self._resident.held.values())
             self._scaling.skips = bool(self._comm.maximum((int(has_overflow),))[0])
 
-    def share_norms(self) -> None:
+    def _share_norms(self) -> None:
         """Give every stage the norm of the complete gradient: the norm of the norms of the stages."""
         held = self._resident.held
         norms = [held[part].norm() if part in held else 0.0 for part in range(self._resident.now.parts)]
@@ -165,12 +198,12 @@ class StageExecutor:
                 if chain[part] in local_ranks:
                     yield number, part
 
-    def _forward(self, batch: MiniBatch, seed: int, number: int, part: int, fetch: Callable[[int], Any]) -> None:
+    def _forward(self, batch: MiniBatch, number: int, part: int) -> None:
         stage, last = self._resident.held[part], part == self._resident.now.parts - 1
         targets: Sequence[Any] = ()
         activation = None
         if part == 0 or last:
-            first, *targets = on_device(checked(fetch(number)), stage.device)
+            first, *targets = on_device(checked(self._fetch(batch, number)), stage.device)
         if part == 0:
             inputs = first
         else:
@@ -178,7 +211,7 @@ class StageExecutor:
                 self._receive(batch, number, part - 1, part, back=False).to(stage.device).requires_grad_()
             )
         stage.buckets.buffers.lend(is_first=number == min(batch.owners))
-        seed_slice(seed, batch.step, number, part)
+        seed_slice(self._seed, batch.step, number, part)
         rank = chain_of(self._resident.now, batch, number)[part]
         stage.own.enter(rank)
         with flip_outputs(stage.model, self._faults.flips("activations", batch.step, rank), self._faults, f"{part}."):
@@ -195,6 +228,10 @@ class StageExecutor:
         stage.buckets.put_figures(terms, metrics, samples)
         stage.gradients.terms[number] = terms
         self._work.passed[number, part] = _Passed(activation, output, terms)
+
+    def _fetch(self, batch: MiniBatch, number: int) -> Any:
+        self._job.beacon.mark("forward", batch.step, number, batch.slices[number])
+        return self._loading(self._seed, batch, number)
 
     def _loss(self, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         loss, more = loss_of(self._model.loss, output, targets)
@@ -257,8 +294,38 @@ class StageExecutor:
         else:
             messages = [self.mailbox.receive(giver) for _ in range(1 + self._settings.guard_sums)]
         if self._settings.guard_sums and checksum(messages[0]) != int(messages[1]):
-            note_altered(self._altered, f"the message from stage {source} to stage {part}", {number: giver}, number)
+            note_altered(self._job.altered, f"the message from stage {source} to stage {part}", {number: giver}, number)
         return messages[0]
+
+    # -- evaluation
+
+    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
+        """Return means over a dataset, with the stages as of before the step."""
+        check_dataset(dataset)
+        if batch_size < 1 or len(dataset) < 1:
+            raise ScriptError(
+                f"step.evaluate needs at least 1 sample and batch_size >= 1, got {len(dataset)} and {batch_size}"
+            )
+        source, seed = dataclasses.replace(self._context.source, dataset=dataset), self._seed
+        parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
+
+        def begin(number: int, part: int) -> None:
+            self._context.log.mark("forward")  # shows the health monitor that this worker makes progress
+            seed_slice(seed, batch.step, _BESIDE - number, part)
+
+        evaluation = Evaluation(
+            model=self._model,
+            parts=self._resident,
+            comm=self._comm,
+            mailbox=self.mailbox,
+            sizes=list(map(len, parts)),
+            load=lambda number: checked(source.load(seed, batch.step, _BESIDE - number, parts[number])),
+            begin=begin,
+            averaged=averaged,
+        )
+        figures = evaluation.figures()
+        self.between_slices(batch)
+        return figures
 
     # -- memory
 
@@ -270,7 +337,7 @@ class StageExecutor:
             size_bytes = self._resident.held[part].buckets.size_bytes
             allreduce = make_allreduce(
                 Subgroup(self._comm, holders),
-                self._loops.order,
+                self._job.loops.order,
                 size_bytes,
                 device=device_of(self._resident.held[part].device),
                 shared_bytes=self._settings.shared_bytes,

@@ -18,7 +18,7 @@ _Made = TypeVar("_Made")
 
 
 class _StepWork(Protocol):
-    """The session's part in every step; implemented by :class:`~holdfast.models.runner.Runner`."""
+    """The session's part in every step; implemented by :class:`~holdfast.models.trainable.Runner`."""
 
     def ask_to_stop(self) -> None: ...
 
@@ -47,7 +47,7 @@ class _UncountedWork(Protocol):
 
 
 class _StagedWork(_StepWork, Protocol):
-    """The session's work for pipeline stages; see :class:`~holdfast.models.pipeline.StageRunner`."""
+    """The session's work for pipeline stages; see :class:`~holdfast.models.stages.StageRunner`."""
 
     def compute(self, batch: MiniBatch) -> None: ...
     def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -82,7 +82,8 @@ class StepGradients:
 
         The all-reduces of the first ``begun`` buckets have begun. The loss is a mean over ``items``, if they are given.
         """
-        self._buckets.put(self.current, metrics, samples, begun, items)
+        self._buckets.collect(self.current, begun)
+        self._buckets.put_figures(self.current, metrics, samples, items)
         self.terms[number] = self.current
         self.num_slices += 1
         if number not in self.plan.first_of:
@@ -134,7 +135,7 @@ class StepGradients:
 
     # -- all-reduces
 
-    def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> MeanDivisor:
+    def mean(self, bucket: int, batch: MiniBatch, slices: Iterable[int], rescale: str) -> MeanDivisor:
         """Return the divisor that turns the sum of ``bucket`` over ``slices`` into mean gradients.
 
         ``"survivors"`` divides by the samples in the sum, ``"original"`` by those of the complete mini-batch.
@@ -159,10 +160,6 @@ class StepGradients:
             for number in batch.owners
         }
         return {number: buckets for number, buckets in missing.items() if buckets}
-
-    def loss(self) -> float | None:
-        """Return the mean loss of the step, after all all-reduces; None if the last one includes no slice."""
-        return self.metrics(()).get("loss")
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         """Return the means of the metrics ``names`` and of the loss, after all all-reduces."""

@@ -1,29 +1,63 @@
-"""The model as a training loop sees it: :class:`Trainable`.
+"""The model as a training loop sees it: :class:`Trainable`, and :class:`Runner`, which runs the steps of one loop.
 
-It has three implementations: replicated (:mod:`holdfast.models.replicated`), pipeline (:mod:`holdfast.models.pipeline`)
+A model has three implementations: replicated (:mod:`holdfast.models.replicated`), pipeline (:mod:`holdfast.models.pipeline`)
 and sharded (:mod:`holdfast.models.sharded`). The loop depends on none of them.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.base.orders import base_of
 from holdfast.checkpoint.parts import Wanted
-from holdfast.comm import Communicator
+from holdfast.comm import Communicator, MeanDivisor, OrderedAllReduce
+from holdfast.comm.allreduce.checksums import note_altered
 from holdfast.config import Settings
+from holdfast.data.loader import DataSource, SliceLoader
 from holdfast.data.plan import MiniBatch
+from holdfast.data.position import DataPosition
+from holdfast.data.seeds import seed_slice
+from holdfast.errors import InternalError
 from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.models.part import ModelPart, Stateful
-from holdfast.models.runner import Reach, Runner, StepContext
+from holdfast.models.step import Step
 from holdfast.models.training_state import clone
 from holdfast.records.types import Record
+from holdfast.recovery.messages import Note
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.context import JobContext
 from holdfast.state.run_log import RunLog
+
+Reach = Callable[[str, int | None], None]
+"""Called with a phase, and a bucket or slice, of the step in progress, to carry out planned faults."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """The training loop's context of a step."""
+
+    job: JobContext
+    position: DataPosition
+    log: RunLog
+    total: OrderedAllReduce  # the all-reduce over all workers
+    source: DataSource
+    reach: Reach
+    # called with a step and the number of an all-reduce in it, to carry out planned faults
+    reach_in_sum: Callable[[int, int], None]
+
+
+class ReducedBucket(NamedTuple):
+    """The result of a bucket's all-reduce; see :meth:`StepGradients.add_sum`."""
+
+    result: torch.Tensor
+    slices: list[int]
+    in_host: torch.Tensor | None
 
 
 class Trainable(ABC):
@@ -74,13 +108,9 @@ class Trainable(ABC):
 
     # -- a loop
 
-    def begin_loop(self, job: JobContext, log: RunLog) -> None:
-        """Set up communication, after checking strategy and guard for this model. Called first in each loop."""
-        strategy_class(job.settings.strategy).check(self.kind)
-
     @abstractmethod
-    def runner(self, context: StepContext) -> Runner:
-        """Return the object that computes the steps of a loop."""
+    def begin_loop(self, context: StepContext) -> Runner:
+        """Set up communication, after checking strategy and guard for this model; return what runs the steps of a loop."""
 
     def finish(self) -> None:
         """Give every worker the complete model after the last step."""
@@ -226,3 +256,146 @@ class Trainable(ABC):
 
     def adopt_placement(self, placement: Any) -> None:
         """On a newcomer that holds nothing yet, adopt what :meth:`placement` returned."""
+
+
+class Runner(ABC):
+    """Begins each attempt at a step, computes slices and all-reduces them; :meth:`Trainable.begin_loop` returns the right one."""
+
+    def __init__(self, context: StepContext, trainable: Trainable) -> None:
+        self._context = context
+        self._job = job = context.job
+        self._trainable = trainable
+        strategy_class(job.settings.strategy).check(trainable.kind)
+        position = context.position
+        self._loading = SliceLoader(
+            context.source, lambda batch: position.ahead(batch, job.comm.members), self._own_slices
+        )
+        self._count = (-1, 0)
+        self.batch: MiniBatch | None = None
+        """The mini-batch of the step in progress."""
+        self.names: dict[str, None] = {}
+        """Names of the metrics that the script logs."""
+
+    def begin(self, batch: MiniBatch) -> Step:
+        """Return the next attempt at a step, for the script to compute.
+
+        Raises:
+            PeerFailed: if a peer died and workers need each other to begin a step.
+        """
+        self.batch = batch
+        number, times = self._count
+        self._count = (batch.step, times + 1 if number == batch.step else 0)
+        # Before anything that can fail: a rollback returns to this point.
+        self._trainable.begin_step(self._context.reach)
+        self._context.total.begin()
+        if not self._trainable.num_buckets:
+            self._context.total.open()  # without buckets, no all-reduce before the commit vote would open it
+        self._context.reach("forward", None)
+        self.between_slices(batch)
+        slices = self._own_slices(batch)
+        self._job.load.note(len(slices))
+        return self.step(batch, slices, self._count[1])
+
+    def in_progress(self) -> MiniBatch:
+        """Return the mini-batch of the step in progress; there must be one."""
+        assert self.batch is not None, "no step is in progress"
+        return self.batch
+
+    def _own_slices(self, batch: MiniBatch) -> list[int]:
+        return self._trainable.slices(batch, self._job.comm.local_ranks)
+
+    @abstractmethod
+    def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
+        """Return the attempt that has begun, with the slices of this worker, for the script."""
+
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Make random numbers that the script draws outside the slices independent of the slices computed here."""
+        self._trainable.rest(self._job.comm.local_ranks)
+        seed_slice(self._context.position.plan.seed, batch.step, -1)
+
+    def ask_to_stop(self) -> None:
+        """Request that training ends with this step."""
+        self._job.pending.notes |= Note.STOP
+
+    def give_nothing(self) -> None:
+        """Complete this worker's slices without computing them, in a loop that the script has left: no worker commits them."""
+        raise InternalError(f"step {self.in_progress().step} of a session was left: only prepared loops can be")
+
+    def finish(self, attempt: Step) -> None:
+        """Complete an attempt that the script has computed, or raise the failure that ended it early.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        if attempt.failure is not None:
+            raise attempt.failure
+
+    def close(self) -> None:
+        """Stop the prefetching of inputs, and what else outlives a training loop otherwise."""
+        self._loading.close()
+
+    # -- all-reduces
+
+    def sum_bucket(self, bucket: int) -> None:
+        """All-reduce the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them.
+
+        Raises:
+            PeerFailed: if the all-reduce did not complete here.
+        """
+        raise InternalError(f"bucket {bucket} of step {self.in_progress().step} is not all-reduced over all workers")
+
+    def send_bucket(self, bucket: int, source: int) -> None:
+        """Send the result of a bucket, and the slices included in it, from ``source`` to the workers that lack it.
+
+        Raises:
+            PeerFailed: if the transfer did not complete here.
+        """
+        raise InternalError(
+            f"bucket {bucket} of step {self.in_progress().step} is not all-reduced over all workers: worker {source} has no"
+            " result"
+        )
+
+    def _reduce(
+        self,
+        adds: OrderedAllReduce,
+        part: ModelPart,
+        bucket: int,
+        owners: Mapping[int, int],
+        *,
+        mean: MeanDivisor,
+        rows: Sequence[int],
+        givers: Mapping[int, int],
+        name: str,
+        midway: Callable[[], None],
+    ) -> ReducedBucket:
+        """All-reduce a bucket over the workers that compute or hold a part; return the result, which is not counted yet.
+
+        Args:
+            adds: The all-reduce over these workers.
+            part: Provides the gradients.
+            bucket: Bucket of the part.
+            owners: The slices to include, each with the worker that computed it.
+            mean: The divisor of their sum.
+            rows: The first slice of each row of this process.
+            givers: Local ranks that take part, each with its number of earlier all-reduces in this step.
+            name: Name of the bucket in records.
+            midway: Called during the all-reduce, to carry out planned faults.
+        """
+        layout = part.buckets.layouts[bucket]
+        adds.seal(layout.span, len(rows))
+        for rank, number in givers.items():
+            for due in self._job.faults.flips("message", self._job.step, rank, number):
+                own_slices = {number for number, owner in owners.items() if owner == rank}
+                message = part.gradients.message_of(bucket, own_slices, adds.shared_room)
+                if message:  # a hot spare or standby has no terms
+                    self._job.faults.carry_out(due, message)
+        result = adds(
+            layout.span,
+            part.gradients.plan.rows(owners),
+            rows=rows,
+            order=adds.order if layout.may_be_rounded else base_of(adds.order),
+            mean=mean,
+            midway=midway,
+            altered=functools.partial(note_altered, self._job.altered, name, owners),
+        )
+        return ReducedBucket(result, sorted(owners), adds.in_host)

@@ -43,10 +43,8 @@ class RecoveryContext:
 class RebuildInfo:
     """Context of a recovery that must survive while the application is rebuilt."""
 
-    before: tuple[int, ...]  # the members before the failure
+    recovery: RecoveryContext  # as far as it had come
     reached: int  # steps begun before the failure
-    orders: dict[str, int]  # how often each action was carried out in this recovery
-    times_s: dict[str, float]  # total time of each of these actions
     snapshot_s: float  # time to discard the step in progress, and to take the snapshot if there is one
     unwound_s: float  # when the snapshot was complete and the old application began to unwind
     connected_s: float = 0.0  # when the new session had connected to the other workers
@@ -217,7 +215,7 @@ class PlatformState:
 
 @dataclass(slots=True)
 class SliceLoad:
-    """How many slices this worker computes. Written by :mod:`holdfast.engine.executor`."""
+    """How many slices this worker computes. Written by :mod:`holdfast.models.trainable`."""
 
     now: int = 0  # in the step in progress
     least: int | None = None  # in any step so far
