@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.base.formatting import count, listing
+from holdfast.records.run_model import is_distributed
 from holdfast.records.texts import UNDER_RANK_0, USE_IS_LEAD
 from holdfast.records.types import (
     CollectiveAwaited,
@@ -15,7 +16,6 @@ from holdfast.records.types import (
     SeatTaken,
     WriterDeclared,
 )
-from holdfast.summary.history import is_distributed
 
 
 @dataclass(slots=True)

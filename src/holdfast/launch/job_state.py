@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from holdfast.faults.plan import ENDS
 from holdfast.launch.duties import Duties
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
+from holdfast.records.lives import at_last_gate
 from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     CheckpointSaved,
@@ -24,7 +25,6 @@ from holdfast.records.types import (
     WorkerEnded,
 )
 from holdfast.summary.event_lines import cause_of_death
-from holdfast.summary.lives import at_last_gate
 
 POISON_DEATHS = 3
 """Consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""

@@ -26,6 +26,7 @@ from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
 from holdfast.records.queued import QueuedSink
+from holdfast.records.run_model import is_distributed
 from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     FaultFired,
@@ -39,7 +40,6 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.summary.event_lines import EventFormatter, cause_of_death
-from holdfast.summary.history import is_distributed
 from holdfast.summary.step_times import StepTimes
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.records.lives import JobLife, LostWorker
+from holdfast.records.run_model import RunModel
 from holdfast.records.types import (
     ActionRequested,
     CheckpointSaved,
@@ -24,8 +26,6 @@ from holdfast.records.types import (
     ValuesAltered,
 )
 from holdfast.summary.goodput import goodput_of
-from holdfast.summary.history import History
-from holdfast.summary.lives import JobLife, LostWorker
 from holdfast.summary.platforms import workers_platforms
 
 SCHEMA = 1
@@ -65,7 +65,7 @@ def build_report(
         sinks: What else received the records while the job ran, such as a server of metrics: ``name``, and how many
             records it has ``taken``; ``dropped`` are those that its queue had no room for, or that it failed to take.
     """
-    history = History(records, started)
+    history = RunModel(records, started)
     finished, timed = _finished(history), history.timed
     ends = finished.values()
     return {
@@ -99,7 +99,7 @@ def build_report(
     }
 
 
-def _workers(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
+def _workers(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, Any]:
     return {
         "started": len(history.started),
         "ranks_started": sorted(history.started),
@@ -110,7 +110,7 @@ def _workers(history: History, finished: Mapping[int, Finished]) -> dict[str, An
     }
 
 
-def _goodput(history: History, wall_s: float) -> dict[str, Any] | None:
+def _goodput(history: RunModel, wall_s: float) -> dict[str, Any] | None:
     """Return where the wall time went; None if that is unknown."""
     spent = goodput_of(history.records, wall_s)
     if spent is None:
@@ -119,7 +119,7 @@ def _goodput(history: History, wall_s: float) -> dict[str, Any] | None:
     return {"ratio": round(spent.ratio, 6), "useful_s": _seconds(spent.useful_s), "badput_s": badput_s}
 
 
-def _happenings(history: History) -> dict[str, Any]:
+def _happenings(history: RunModel) -> dict[str, Any]:
     """Return events at workers and at their parts, each kind a list ordered by time; the guard's findings last."""
     return {
         "failures": [_failure(failure, history) for failure in history.failures],
@@ -147,7 +147,7 @@ def _happenings(history: History) -> dict[str, Any]:
     }
 
 
-def _finished(history: History) -> dict[int, Finished]:
+def _finished(history: RunModel) -> dict[int, Finished]:
     """Return by rank the workers that passed the last gate and lived on, in the last life in which any worker did."""
     for life in reversed(history.lives):
         if finished := life.at_last_gate(any_step=history.is_distributed):
@@ -155,20 +155,20 @@ def _finished(history: History) -> dict[int, Finished]:
     return {}
 
 
-def _outcome(history: History, finished: Mapping[int, Finished]) -> str:
+def _outcome(history: RunModel, finished: Mapping[int, Finished]) -> str:
     if not finished or _script_failures(history.lives[-1]):
         return "failed"
     outcomes = {record.outcome for record in finished.values()}
     return next((o for o in ("gave-up", "stopped") if o in outcomes), "done")
 
 
-def _api(history: History) -> str | None:
+def _api(history: RunModel) -> str | None:
     if not history.of(RunStarted):
         return None
     return DISTRIBUTED if history.is_distributed else "session"
 
 
-def _configuration(history: History, seed: int) -> dict[str, Any]:
+def _configuration(history: RunModel, seed: int) -> dict[str, Any]:
     starts = history.of(RunStarted)
     names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale", "overlap_optimizer")
     more = ("steps_planned", "num_buckets", "parameters")
@@ -180,7 +180,7 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
     return configuration | dict.fromkeys(unknown)
 
 
-def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
+def _failure(failure: LostWorker, history: RunModel) -> dict[str, Any]:
     return {
         **_rounded(failure, "rank", "kind"),
         "step": failure.step if failure.step >= 0 else None,
@@ -193,7 +193,7 @@ def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
     }
 
 
-def _unnoticed_s(failure: LostWorker, history: History) -> float | None:
+def _unnoticed_s(failure: LostWorker, history: RunModel) -> float | None:
     """Return the seconds to the detection of a failure that was not injected: from the worker's end, if that is known.
 
     Otherwise, as for a lost node, they count from the last committed step: the worker has died since.
@@ -233,7 +233,7 @@ def _restored(record: PartRestored) -> dict[str, Any]:
     }
 
 
-def _guard(history: History) -> dict[str, Any]:
+def _guard(history: RunModel) -> dict[str, Any]:
     """Return the guard's findings, their outcomes, and the number of steps recomputed because of them."""
     return {
         "found": [_rounded(r, "step", "t_s", "what", "where", "ranks", "policy") for r in history.of(CorruptionFound)],
@@ -250,7 +250,7 @@ def _flip(record: ValuesAltered) -> dict[str, Any]:
     return fields | {"values": [dict(value) for value in record.values]}
 
 
-def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, int | None]:
+def _samples(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, int | None]:
     if history.is_distributed:
         return dict.fromkeys(("planned", "committed", "lost", "repeated"))
     for record in finished.values():
@@ -264,7 +264,7 @@ def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, in
     }
 
 
-def _lost(history: History) -> list[dict[str, Any]]:
+def _lost(history: RunModel) -> list[dict[str, Any]]:
     losses = ((r.step, r.epoch, r.ids, r.buckets) for r in history.of(SamplesLost))
     return [
         {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
@@ -272,7 +272,7 @@ def _lost(history: History) -> list[dict[str, Any]]:
     ]
 
 
-def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
+def _replicas(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, Any]:
     records = list(finished.values())
     if not records or history.is_distributed:
         return {"identical": None, "sha256": None, "state_sha256": None}
@@ -283,7 +283,7 @@ def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, A
     }
 
 
-def _certificate(history: History) -> dict[str, Any] | None:
+def _certificate(history: RunModel) -> dict[str, Any] | None:
     """Return the last link and the steps it covers; None without a certificate."""
     steps = [record for record in history.steps.values() if record.link]
     if not steps:
@@ -291,7 +291,7 @@ def _certificate(history: History) -> dict[str, Any] | None:
     return {"link": steps[-1].link, "first_step": steps[0].step, "steps": len(steps)}
 
 
-def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, float | None]:
+def _metrics(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, float | None]:
     last: dict[str, float] = {}
     for record in history.steps.values():
         last |= record.metrics
@@ -312,7 +312,7 @@ def _error(life: JobLife) -> dict[str, Any] | None:
     return None
 
 
-def _step_s(history: History) -> dict[str, float | None]:
+def _step_s(history: RunModel) -> dict[str, float | None]:
     times = sorted(history.step_times_s())
     return {"p50": _quantile(times, 0.50), "p99": _quantile(times, 0.99)}
 

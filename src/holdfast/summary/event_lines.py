@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.base.formatting import clean, count, seconds
+from holdfast.records.run_model import is_distributed
 from holdfast.records.texts import RANK_0_LOST, named_ranks
 from holdfast.records.types import (
     ActionRequested,
@@ -31,7 +32,6 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.recovery.decisions import decision_of
-from holdfast.summary.history import is_distributed
 
 
 def cause_of_death(exit_code: int) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from holdfast.records.lives import largest
+from holdfast.records.run_model import is_distributed
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -23,8 +25,6 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.summary.history import is_distributed
-from holdfast.summary.lives import largest
 
 CAUSES = {
     "start_up": "from the start of the launcher until training begins",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from holdfast.records.run_model import RunModel
 from holdfast.records.types import RunStarted, WorkerRefused
-from holdfast.summary.history import History
 
 
-def workers_platforms(history: History) -> dict[str, Any] | None:
+def workers_platforms(history: RunModel) -> dict[str, Any] | None:
     """Return the platforms, their workers, what differing ones gave up, and refused workers; None if not recorded.
 
     ``promise`` is only there if GPUs were used: what holds of the bits, and why. ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.

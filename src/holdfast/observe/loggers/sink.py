@@ -13,8 +13,8 @@ from holdfast.observe.loggers.media import MediaFiles, MediaRecord, StepMedia, w
 from holdfast.observe.loggers.steps import LoggedStep, StepOrder
 from holdfast.records.paths import media_dir
 from holdfast.records.queued import NotTaken
+from holdfast.records.run_model import is_distributed
 from holdfast.records.types import Finished, HistogramLogged, ImageLogged, Record, RunStarted, StepCommitted
-from holdfast.summary.history import is_distributed
 
 EVERY_S = 1.0
 """Steps are written this often."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.observe.time_order import SETTLED_S, TimeOrder
+from holdfast.records.run_model import RunModel
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -28,7 +29,6 @@ from holdfast.records.types import (
     WorkerEnded,
 )
 from holdfast.summary.goodput import RECOVERY_PARTS, TimeAccount
-from holdfast.summary.history import History
 
 BUCKETS_S = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper bounds of the buckets of all histograms, in seconds."""
@@ -135,7 +135,7 @@ class RunMetrics:
         self._unsettled = TimeOrder()
         self._account = TimeAccount()
         self._events = _Events()
-        self._history: History | None = None
+        self._history: RunModel | None = None
         self._alive: set[int] = set()
         self._run: RunStarted | None = None
         self._commit: StepCommitted | None = None
@@ -253,7 +253,7 @@ class RunMetrics:
 
     def _of_history(self, now_s: float) -> dict[str, Value]:
         """Return what the report computes from all records, from those that were kept."""
-        history = self._history = self._history or History(self._events.kept, self._started)
+        history = self._history = self._history or RunModel(self._events.kept, self._started)
         outages = {each.recovery: each.recover_s for each in history.failures if each.recover_s is not None}
         if history.lives[-1].number == 0 or history.lives[-1].of(RunStarted):  # else it is not known where it resumes
             self._redone = history.redone_steps

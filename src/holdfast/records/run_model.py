@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TypeVar
 
+from holdfast.records.lives import JobLife, LostWorker, RecordsByKind, Recovery
 from holdfast.records.types import (
     DeviceLost,
     FailureSeen,
@@ -35,7 +36,6 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.summary.lives import JobLife, LostWorker, RecordsByKind, Recovery
 
 R = TypeVar("R", bound=Record)
 
@@ -49,7 +49,7 @@ def is_distributed(start: RunStarted) -> bool:
     return start.parameters == 0 and start.steps_planned == 0
 
 
-class History:
+class RunModel:
     """The records of a run ordered by time, and what follows from them together.
 
     Args:
