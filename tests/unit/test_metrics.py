@@ -174,7 +174,7 @@ def test_of_many_steps_few_records_are_kept():
     assert values["holdfast_steps_total"] == 10_000
     held_s = values["holdfast_checkpoint_held_seconds"]
     assert (len(held_s), held_s.sum) == (1000, pytest.approx(500.0))
-    assert len(metrics._events.kept) < 10
+    assert len(metrics._model.commits) < 10
 
 
 def test_observations_are_counted_by_bucket():
@@ -201,7 +201,8 @@ def test_of_what_many_survivors_say_few_records_are_kept():
     report = build_report(records, started=range(500), wall_s=10.0, seed=0)
     values = metrics.values(0.0)
 
-    assert len(metrics._events.kept) < 500 + 30
+    model = metrics._model
+    assert len(model.commits) + len(model.of(FailureSeen)) + len(model.of(Recovered)) < 30
     assert values["holdfast_failures_total"] == {"kill": 1}
     observed = values["holdfast_outage_seconds"]
     assert (len(observed), observed.sum) == (1, pytest.approx(report["failures"][0]["recover_s"]))

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 from holdfast.records.types import (
     FailureSeen,
+    FaultFired,
     Finished,
     JobRestarted,
     Left,
@@ -16,27 +17,14 @@ from holdfast.records.types import (
     Recovered,
     RunStarted,
     ScriptFailed,
+    StepCommitted,
     WorkerEnded,
 )
 
 R = TypeVar("R", bound=Record)
 
-
-class RecordsByKind:
-    """Records that are looked up by their kind; a long run has millions.
-
-    Args:
-        records: The records, ordered by time.
-    """
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._by_kind: dict[type[Record], list[Record]] = {}
-        for record in records:
-            self._by_kind.setdefault(type(record), []).append(record)
-
-    def of(self, kind: type[R]) -> Sequence[R]:
-        """Return the records of one kind, ordered by time."""
-        return cast("Sequence[R]", self._by_kind.get(kind, ()))
+_MOST_SEEN = 8
+"""Survivors whose detection of a failure is kept: the first ones say when it was detected first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,23 +153,37 @@ class Recovery:
         return min((r.t_s for r in (*self.seen, *self.said) if r.t_s >= since_s), default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
 class JobLife:
-    """One start of the whole job, and everything until the next."""
+    """One start of the whole job, and everything until the next.
 
-    number: int
-    workers: tuple[int, ...]
-    records: tuple[Record, ...]
-    restart: JobRestarted | None
-    """The restart that ended it, None for the last life."""
+    Args:
+        number: Counted from 0.
+        workers: Ranks that it was started with.
+    """
 
-    @cached_property
-    def _by_kind(self) -> RecordsByKind:
-        return RecordsByKind(self.records)
+    def __init__(self, number: int, workers: tuple[int, ...]) -> None:
+        self.number, self.workers = number, workers
+        self.restart: JobRestarted | None = None
+        """The restart that ended it, None for the last life."""
+        self.span_s: tuple[float, float] | None = None
+        """Times of its first and of its newest record."""
+        self.highest = -1
+        """The highest step that was committed in it."""
+        self._by_kind: dict[type[Record], list[Record]] = {}
+
+    def extend_to(self, t_s: float) -> None:
+        """Note the time of a record."""
+        self.span_s = (t_s if self.span_s is None else self.span_s[0], t_s)
+
+    def add(self, record: Record) -> None:
+        """Take the next record."""
+        self._by_kind.setdefault(type(record), []).append(record)
+        for name in ("members", "recoveries", "died_late"):
+            self.__dict__.pop(name, None)
 
     def of(self, kind: type[R]) -> Sequence[R]:
         """Return the records of one kind, ordered by time."""
-        return self._by_kind.of(kind)
+        return cast("Sequence[R]", self._by_kind.get(kind, ()))
 
     @cached_property
     def members(self) -> set[int]:
@@ -301,3 +303,44 @@ def largest(mappings: Iterable[Mapping[str, N]]) -> dict[str, N]:
     for one in mappings:
         largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}
     return largest
+
+
+class Thinning:
+    """Says which records :class:`~holdfast.records.run_model.RunModel` can do without, in the order of time."""
+
+    def __init__(self) -> None:
+        self._follows_step = False
+        self._is_loose = False  # whether the last kept step is one that the next step replaces
+        self._is_redoing = False
+        self._seen: list[int] = []  # survivors whose detection of the last failure was kept
+        self._generation = self._seen_after = -1  # of the last kept decision, and of the one before these detections
+        self._awaited: set[int] = set()  # steps in progress at a failure, whose next commits end outages
+
+    def replaces_step(self, record: StepCommitted, highest: int) -> bool:
+        """Return whether a committed step replaces the last one; ``highest`` is the highest step before."""
+        is_past = self._is_redoing and record.step > highest
+        is_needed = is_past or record.step in self._awaited or not self._follows_step
+        self._is_redoing = record.step <= highest
+        self._awaited.discard(record.step)
+        was_loose, self._is_loose, self._follows_step = self._is_loose, not is_needed, True
+        return was_loose and not is_needed
+
+    def keeps(self, record: Record) -> bool:
+        """Return whether a record of something else is kept."""
+        if isinstance(record, FailureSeen | FaultFired):
+            self._awaited.add(record.step)
+        if isinstance(record, FailureSeen):
+            if self._seen_after != self._generation:  # the next failure
+                self._seen, self._seen_after = [], self._generation
+            if len(self._seen) >= _MOST_SEEN:
+                return False
+            self._seen.append(record.rank)
+        elif isinstance(record, Recovered):
+            is_new = record.generation != self._generation or record.decision == "heal"  # needs no new communicator
+            if not is_new and record.rank not in self._seen:
+                return False
+            self._generation = record.generation
+        elif isinstance(record, JobRestarted):
+            self._generation, self._seen_after, self._seen = -1, -1, []
+        self._follows_step = self._is_loose = False
+        return True

@@ -1,4 +1,4 @@
-"""The history of a run's workers, read from its records.
+"""The one story of a run, from its records; what is reported, drawn, counted or exported of a run is a projection of it.
 
 A run is divided into *lives*: a life is the time between two starts of the whole job. Within a life the survivors
 recover without the launcher, any number of times; between lives the launcher restarts the job.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TypeVar
 
-from holdfast.records.lives import JobLife, LostWorker, RecordsByKind, Recovery
+from holdfast.records.lives import JobLife, JoinedWorker, LostWorker, Recovery, Thinning
 from holdfast.records.types import (
+    CheckpointSaved,
     DeviceLost,
     FailureSeen,
     FaultFired,
     Finished,
+    HistogramLogged,
+    ImageLogged,
     JobRestarted,
     OptimizerOverlapped,
     PartRestored,
@@ -32,6 +35,7 @@ from holdfast.records.types import (
     SeatsFilled,
     SeatTaken,
     SettingChanged,
+    StateHashed,
     StepCommitted,
     WorkerEnded,
     WorkerFenced,
@@ -50,28 +54,104 @@ def is_distributed(start: RunStarted) -> bool:
 
 
 class RunModel:
-    """The records of a run ordered by time, and what follows from them together.
+    """The one story of a run: takes its records one by one, in the order of time, and says what happened so far.
 
     Args:
-        records: Records of all workers and of the launcher, in any order.
         started: Ranks that the run was started with; if empty, they are taken from the records.
+        is_thin: Keep of undisturbed steps in a row only the last, and of what all survivors record only what the first
+            of them say: what a run that lasts for weeks has in memory depends on its failures alone.
     """
 
-    def __init__(self, records: Sequence[Record], started: Sequence[int] = ()) -> None:
-        self.records = sorted(records, key=lambda r: r.t_s)
-        self._by_kind = RecordsByKind(self.records)
-        self.started = tuple(started) or tuple(sorted({r.rank for r in records if isinstance(r, RunStarted)}))
-        self.lives = list(self._split())
-        self.commits = self.of(StepCommitted)
-        self.is_distributed = any(is_distributed(start) for start in self.of(RunStarted))
-        self.timed = list(self._timed())
-        self._timed_s = [commit.t_s for commit in self.timed]
-        self.failures = sorted(map(self._without_guesses, self._failures()), key=lambda f: (f.t_s, f.rank))
-        self.joined = [joining for life in self.lives for joining in life.joined]
+    def __init__(self, started: Sequence[int] = (), *, is_thin: bool = False) -> None:
+        self.started = tuple(started)
+        self.is_distributed = False
+        """Whether the script uses ``torch.distributed``, as far as is known."""
+        self.lives = [JobLife(0, self.started)]
+        self.commits: list[StepCommitted] = []
+        """Committed steps, ordered by time, those that were committed again included."""
+        self.alive: set[int] = set()
+        """Workers that take part, spares included."""
+        self.start: RunStarted | None = None
+        """The last start of a worker."""
+        self.commit: StepCommitted | None = None
+        """The newest committed step."""
+        self.saved: CheckpointSaved | None = None
+        """The newest checkpoint."""
+        self.num_saved = self.num_steps = self.num_samples = 0
+        """Checkpoints, and steps with their samples, of which a step that is committed again counts once."""
+        self.samples_lost: set[tuple[int, int]] = set()
+        """Samples that the run continued without, each with its epoch."""
+        self.end_s = 0.0
+        """Time of the newest record."""
+        self._takes_started = not started
+        self._highest = -1
+        self._thinning = Thinning() if is_thin else None
 
-    def of(self, kind: type[R]) -> Sequence[R]:
-        """Return the records of one kind, ordered by time."""
-        return self._by_kind.of(kind)
+    def apply(self, record: Record) -> None:
+        """Take the next record."""
+        self.end_s = record.t_s
+        if isinstance(record, JobRestarted):
+            self.lives[-1].restart = record
+            self.lives.append(JobLife(len(self.lives), record.workers))
+            self.alive = set()
+        else:
+            self.lives[-1].extend_to(record.t_s)
+        if isinstance(record, StepCommitted):
+            self._commit(record)
+        elif isinstance(record, CheckpointSaved):
+            self.saved, self.num_saved = record, self.num_saved + 1
+        elif not isinstance(record, StateHashed | ImageLogged | HistogramLogged):
+            self._count(record)
+            if self._thinning is None or self._thinning.keeps(record):
+                self._forget_derived()
+                self.lives[-1].add(record)
+
+    def _commit(self, record: StepCommitted) -> None:
+        if record.step > self._highest:
+            self.num_steps, self.num_samples = self.num_steps + 1, self.num_samples + record.samples
+        if self.commit is None or record.t_s > self.commit.t_s:
+            self.commit = record
+        self.lives[-1].highest = max(self.lives[-1].highest, record.step)
+        if self._thinning is not None and self._thinning.replaces_step(record, self._highest):
+            self.commits[-1] = record
+        else:
+            self._forget_derived()
+            self.commits.append(record)
+        self._highest = max(self._highest, record.step)
+
+    def _count(self, record: Record) -> None:
+        match record:
+            case RunStarted():
+                self.start = record
+                self.is_distributed = self.is_distributed or is_distributed(record)
+                self.alive |= set(range(record.workers)) if record.fabric == "virtual" else {record.rank}
+                if self._takes_started:
+                    self.started = self.lives[0].workers = tuple(sorted({*self.started, record.rank}))
+            case SamplesLost():
+                self.samples_lost |= {(record.epoch, number) for number in record.ids}
+            case Recovered():
+                self.alive = set(record.survivors)
+            case WorkerEnded():
+                is_virtual = self.start is not None and self.start.fabric == "virtual"
+                self.alive -= self.alive if is_virtual else {record.rank}
+
+    def _forget_derived(self) -> None:
+        for name in ("timed", "failures", "changes"):
+            self.__dict__.pop(name, None)
+
+    def of(self, kind: type[R]) -> list[R]:
+        """Return the records of one kind, ordered by time; not those of committed steps, see :attr:`commits`."""
+        return [record for life in self.lives for record in life.of(kind)]
+
+    @cached_property
+    def failures(self) -> list[LostWorker]:
+        """The lost workers, ordered by time."""
+        return sorted(map(self._without_guesses, self._failures()), key=lambda f: (f.t_s, f.rank))
+
+    @property
+    def joined(self) -> list[JoinedWorker]:
+        """The workers that joined the running job, ordered by time."""
+        return [joining for life in self.lives for joining in life.joined]
 
     @property
     def ranks(self) -> list[int]:
@@ -87,13 +167,8 @@ class RunModel:
 
     def workers_wanted(self, t_s: float) -> int:
         """Return the wanted number of workers at a time: the initial number, or the last one requested since."""
-        requests = self._workers_asked
-        number = bisect_right(requests, t_s, key=lambda change: change.t_s)
-        return int(requests[number - 1].value) if number else len(self.started)
-
-    @cached_property
-    def _workers_asked(self) -> list[SettingChanged]:
-        return [change for change in self.changes if change.name == "workers"]
+        wanted = [change.value for change in self.changes if change.name == "workers" and change.t_s <= t_s]
+        return int(wanted[-1]) if wanted else len(self.started)
 
     @cached_property
     def changes(self) -> list[SettingChanged]:
@@ -174,23 +249,25 @@ class RunModel:
 
     def step_times_s(self) -> list[float]:
         """Return the seconds between commits of consecutive steps, without intervals that hold a failure."""
-        noise = [r.t_s for r in self.records if isinstance(r, (FaultFired, FailureSeen, Recovered, JobRestarted))]
+        kinds = (FaultFired, FailureSeen, Recovered)
+        noise = [record.t_s for kind in kinds for record in self.of(kind)]
+        noise += [life.restart.t_s for life in self.lives if life.restart is not None]
         noise = sorted([*noise, *(f.t_s for f in self.failures)])
-        pairs = zip(self.timed, self.timed[1:], strict=False)
         return [
             after.t_s - before.t_s
-            for before, after in pairs
+            for before, after in itertools.pairwise(self.timed)
             if after.step == before.step + 1 and bisect_right(noise, before.t_s) == bisect_right(noise, after.t_s)
         ]
 
-    def _timed(self) -> Iterator[StepCommitted]:
-        """Yield the commits whose time is the end of their step.
+    @cached_property
+    def timed(self) -> list[StepCommitted]:
+        """The commits whose time is the end of their step.
 
         Under ``torch.distributed`` a step ends when the next one begins, and the last one when the script ends, which
         may do anything after training.
         """
         last = {record.step - 1 for record in self.of(Finished)} if self.is_distributed else set()
-        yield from (commit for commit in self.commits if commit.step not in last)
+        return [commit for commit in self.commits if commit.step not in last]
 
     def _without_guesses(self, failure: LostWorker) -> LostWorker:
         """Return ``failure`` without values that survivors under ``torch.distributed`` record but cannot know.
@@ -200,17 +277,6 @@ class RunModel:
         if failure.injected or not self.is_distributed:
             return failure
         return dataclasses.replace(failure, phase="", step=failure.step if self.commits else -1)
-
-    def _split(self) -> Iterator[JobLife]:
-        workers, part = self.started, list[Record]()
-        number = 0
-        for record in self.records:
-            if isinstance(record, JobRestarted):
-                yield JobLife(number=number, workers=workers, records=tuple(part), restart=record)
-                workers, part, number = record.workers, [], number + 1
-            else:
-                part.append(record)
-        yield JobLife(number=number, workers=workers, records=tuple(part), restart=None)
 
     def _failures(self) -> Iterator[LostWorker]:
         recoveries = 0
@@ -275,12 +341,11 @@ class RunModel:
         if rank in life.died_late:
             return LostWorker(rank=rank, kind=_kind(life, rank), step=-1, phase="", injected=False, t_s=ends[0].t_s)
         seen = [r for r in life.of(FailureSeen) if r.rank != rank]
-        committed = max((r.step for r in life.of(StepCommitted)), default=-1)
         t_s = min([r.t_s for r in (*ends, *seen[:1])], default=life.restart.t_s if life.restart else 0.0)
         return LostWorker(
             rank=rank,
             kind=_kind(life, rank),
-            step=seen[0].step if seen else committed + 1,
+            step=seen[0].step if seen else life.highest + 1,
             phase=seen[0].phase if seen else "",
             injected=False,
             t_s=t_s,
@@ -293,12 +358,20 @@ class RunModel:
         return self.commits[number - 1].t_s if number else None
 
     def _next_commit_s(self, after_s: float, step: int) -> float | None:
-        first = bisect_right(self._timed_s, after_s)
+        first = bisect_right(self.timed, after_s, key=lambda commit: commit.t_s)
         return next((c.t_s for c in itertools.islice(self.timed, first, None) if c.step >= step), None)
 
     def _resumed_at(self, life: JobLife) -> int:
         following = self.lives[life.number + 1]
         return min((r.step for r in following.of(RunStarted)), default=0)
+
+
+def model_of(records: Iterable[Record], started: Sequence[int] = ()) -> RunModel:
+    """Return the model of a run whose records are there, in any order."""
+    model = RunModel(started)
+    for record in sorted(records, key=lambda r: r.t_s):
+        model.apply(record)
+    return model
 
 
 def _struck(life: JobLife, recovery: Recovery, rank: int) -> LostWorker:

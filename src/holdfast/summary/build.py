@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.records.lives import JobLife, LostWorker
-from holdfast.records.run_model import RunModel
+from holdfast.records.run_model import RunModel, model_of
 from holdfast.records.types import (
     ActionRequested,
-    CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,
     Finished,
@@ -65,7 +64,7 @@ def build_report(
         sinks: What else received the records while the job ran, such as a server of metrics: ``name``, and how many
             records it has ``taken``; ``dropped`` are those that its queue had no room for, or that it failed to take.
     """
-    history = RunModel(records, started)
+    history = model_of(records, started)
     finished, timed = _finished(history), history.timed
     ends = finished.values()
     return {
@@ -79,7 +78,7 @@ def build_report(
         "wall_s": _seconds(wall_s),
         "train_s": _seconds(timed[-1].t_s - timed[0].t_s) if timed else None,
         "step_s": _step_s(history),
-        "goodput": _goodput(history, wall_s),
+        "goodput": _goodput(records, wall_s),
         "restarts": len(history.lives) - 1,
         **_happenings(history),
         "steps_redone": history.redone_steps,
@@ -90,7 +89,7 @@ def build_report(
         "certificate": _certificate(history),
         "platforms": workers_platforms(history),
         "metrics": _metrics(history, finished),
-        "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
+        "checkpoints": None if history.is_distributed else history.num_saved,
         "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
         "error": _error(history.lives[-1]),
         "sinks": [dict(sink) for sink in sinks],
@@ -110,9 +109,9 @@ def _workers(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, A
     }
 
 
-def _goodput(history: RunModel, wall_s: float) -> dict[str, Any] | None:
+def _goodput(records: Sequence[Record], wall_s: float) -> dict[str, Any] | None:
     """Return where the wall time went; None if that is unknown."""
-    spent = goodput_of(history.records, wall_s)
+    spent = goodput_of(records, wall_s)
     if spent is None:
         return None
     badput_s = {cause: _seconds(seconds) for cause, seconds in spent.badput_s.items()}
@@ -259,7 +258,7 @@ def _samples(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, i
     return {
         "planned": (starts[0].samples_planned or None) if starts else None,  # unknown of a stream
         "committed": sum(record.samples for record in history.steps.values()),
-        "lost": len({(r.epoch, i) for r in history.of(SamplesLost) for i in r.ids}),
+        "lost": len(history.samples_lost),
         "repeated": None,  # known only from the ledger, which is written at the end
     }
 

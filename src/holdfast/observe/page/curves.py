@@ -14,7 +14,7 @@ from holdfast.base.formatting import count, listing, number
 from holdfast.observe.page import canvas as style
 from holdfast.observe.page.canvas import HALF_IN, WIDTH_IN, as_csv, canvas
 from holdfast.records.lives import LostWorker
-from holdfast.records.run_model import RunModel
+from holdfast.records.run_model import RunModel, model_of
 from holdfast.records.types import Record
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class NamedRun:
     @property
     def history(self) -> RunModel:
         """The history of the run."""
-        return RunModel(self.records, self.report["workers"].get("ranks_started", ()))
+        return model_of(self.records, self.report["workers"].get("ranks_started", ()))
 
 
 def curves_of(runs: Sequence[NamedRun]) -> list[Drawing]:

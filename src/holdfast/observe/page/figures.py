@@ -9,7 +9,7 @@ from holdfast.base.formatting import count, listing, seconds
 from holdfast.observe.page.canvas import WIDTH_IN, as_csv, canvas
 from holdfast.observe.page.curves import Drawing, NamedRun, curves_of
 from holdfast.observe.page.timeline import draw_lanes, draw_legend, draw_zoom, first_answered, stretches
-from holdfast.records.run_model import RunModel
+from holdfast.records.run_model import RunModel, model_of
 from holdfast.records.types import Record
 
 _LEFT_IN = 0.72
@@ -35,7 +35,7 @@ def timeline_of(report: Mapping[str, Any], records: Sequence[Record]) -> Drawing
     """Return the timeline with its title and its values, None if there is no training to draw."""
     if not records:
         return None
-    history = RunModel(records, report["workers"].get("ranks_started", ()))
+    history = model_of(records, report["workers"].get("ranks_started", ()))
     if not history.ranks or (history.is_distributed and not history.commits):
         return None
     return Drawing(svg=_timeline(report, history), title=_seen(report, history), values=_segments(report, history))

@@ -83,7 +83,7 @@ def first_answered(history: RunModel) -> list[LostWorker]:
 def draw_lanes(axes: Axes, history: RunModel, wall_s: float) -> None:
     """Draw the whole run: bars, recoveries, failures, workers that joined and left."""
     lanes = _prepare(axes, history)
-    end_s = max(wall_s, history.records[-1].t_s)
+    end_s = max(wall_s, history.end_s)
     begin_s = _shown_from_s(history, end_s)
     axes.set_xlim(begin_s, end_s + 0.005 * (end_s - begin_s))
     _draw_starts(axes, history, lanes)
@@ -115,7 +115,7 @@ def _shown_from_s(history: RunModel, end_s: float) -> float:
 def draw_legend(axes: Axes, left_in: float, history: RunModel) -> None:
     """Write the legend above the lanes, for the marks that occur."""
     marks = [("▬ training", style.WORK), ("▬ starting", style.FAINT)]
-    if any(segment.waits_s for segment in stretches(history, history.records[-1].t_s)):
+    if any(segment.waits_s for segment in stretches(history, history.end_s)):
         marks.append(("▭ waiting as a spare", style.WORK))
     if history.failures:
         marks += [("✕ lost", style.DEATH), ("▮ until the next step is committed", style.SEEN)]
@@ -330,5 +330,4 @@ def _tie(axes: Axes, main: Axes) -> None:
 
 
 def _within(t_s: float, life: JobLife) -> bool:
-    times = [r.t_s for r in life.records]
-    return bool(times) and times[0] <= t_s <= times[-1]
+    return life.span_s is not None and life.span_s[0] <= t_s <= life.span_s[1]
