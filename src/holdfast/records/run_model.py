@@ -31,7 +31,6 @@ from holdfast.records.types import (
     Reinitialised,
     RunStarted,
     SamplesLost,
-    ScriptFailed,
     SeatsFilled,
     SeatTaken,
     SettingChanged,
@@ -284,10 +283,12 @@ class RunModel:
             explained: set[int] = set()
             for recovery in life.recoveries:
                 explained |= set(recovery.lost)
-                for rank in sorted(set(recovery.lost) - life.left):
+                for rank in sorted(set(recovery.lost) - life.attendance.left):
                     yield _explained(life, self._recovered(life, recovery, rank, recoveries))
                 recoveries += 1
-            yield from (_explained(life, f) for f in self._unrecovered(life, explained | life.left, recoveries))
+            yield from (
+                _explained(life, f) for f in self._unrecovered(life, explained | life.attendance.left, recoveries)
+            )
             recoveries += life.restart is not None
 
     def _recovered(self, life: JobLife, recovery: Recovery, rank: int, number: int) -> LostWorker:
@@ -338,7 +339,7 @@ class RunModel:
 
     def _ended(self, life: JobLife, rank: int) -> LostWorker:
         ends = [r for r in life.of(WorkerEnded) if r.rank == rank]
-        if rank in life.died_late:
+        if rank in life.attendance.died_late:
             return LostWorker(rank=rank, kind=_kind(life, rank), step=-1, phase="", injected=False, t_s=ends[0].t_s)
         seen = [r for r in life.of(FailureSeen) if r.rank != rank]
         t_s = min([r.t_s for r in (*ends, *seen[:1])], default=life.restart.t_s if life.restart else 0.0)
@@ -402,7 +403,7 @@ def _was_fatal(life: JobLife, fault: FaultFired, rank: int) -> bool:
     if fault.kind in ("gpu-error", "gpu-oom"):
         return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(DeviceLost))
     if fault.kind == "partition":
-        return rank not in life.left and not any(r.rank == rank for r in life.of(Finished))
+        return rank not in life.attendance.left and rank not in life.attendance.finished
     return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(WorkerFenced))
 
 
@@ -426,7 +427,7 @@ def _kind(life: JobLife, rank: int) -> str:
         return "hang"
     if any(r.rank == rank for r in life.of(DeviceLost)):
         return "device"
-    return "exception" if any(r.rank == rank for r in life.of(ScriptFailed)) else "kill"
+    return "exception" if any(r.rank == rank for r in life.attendance.failed) else "kill"
 
 
 def _lost_samples(life: JobLife, recovery: Recovery) -> int:

@@ -149,7 +149,7 @@ def _happenings(history: RunModel) -> dict[str, Any]:
 def _finished(history: RunModel) -> dict[int, Finished]:
     """Return by rank the workers that passed the last gate and lived on, in the last life in which any worker did."""
     for life in reversed(history.lives):
-        if finished := life.at_last_gate(any_step=history.is_distributed):
+        if finished := life.attendance.at_last_gate(any_step=history.is_distributed):
             return finished
     return {}
 
@@ -301,8 +301,8 @@ def _metrics(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, f
 
 def _script_failures(life: JobLife) -> list[ScriptFailed]:
     """Return the failures that ended the job: not that of a newcomer that never took part, if others failed."""
-    took_part = {record.rank for record in life.of(RunStarted)}
-    return [record for record in life.of(ScriptFailed) if not took_part or record.rank in took_part or record.rank < 0]
+    took_part = life.attendance.begun_s
+    return [record for record in life.attendance.failed if not took_part or record.rank in took_part or record.rank < 0]
 
 
 def _error(life: JobLife) -> dict[str, Any] | None:
