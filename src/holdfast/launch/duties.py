@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.base.formatting import count, listing
-from holdfast.records.run_model import is_distributed
 from holdfast.records.texts import UNDER_RANK_0, USE_IS_LEAD
 from holdfast.records.types import (
     CollectiveAwaited,
@@ -36,7 +35,7 @@ class Duties:
         """Take one record."""
         match record:
             case RunStarted():
-                self._is_distributed = is_distributed(record)
+                self._is_distributed = record.is_distributed
                 if not self._is_distributed:  # what was said before this loop says nothing about what follows it
                     self._declared.pop(record.rank, None)
             case SeatTaken(seat=0):

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from holdfast.records.lives import JobLife, JoinedWorker, LostWorker, Recovery, Thinning
+from holdfast.records.progress import Progress
 from holdfast.records.types import (
     CheckpointSaved,
     DeviceLost,
@@ -47,11 +48,6 @@ _ENDS = ("kill", "segfault", "oom", "nodeloss")
 """Kinds of injected faults that end processes immediately."""
 
 
-def is_distributed(start: RunStarted) -> bool:
-    """Return whether the ``torch.distributed`` backend wrote ``start``; it knows neither the model nor a plan."""
-    return start.parameters == 0 and start.steps_planned == 0
-
-
 class RunModel:
     """The one story of a run: takes its records one by one, in the order of time, and says what happened so far.
 
@@ -70,20 +66,13 @@ class RunModel:
         """Committed steps, ordered by time, those that were committed again included."""
         self.alive: set[int] = set()
         """Workers that take part, spares included."""
-        self.start: RunStarted | None = None
-        """The last start of a worker."""
-        self.commit: StepCommitted | None = None
-        """The newest committed step."""
+        self.progress = Progress()
         self.saved: CheckpointSaved | None = None
         """The newest checkpoint."""
-        self.num_saved = self.num_steps = self.num_samples = 0
-        """Checkpoints, and steps with their samples, of which a step that is committed again counts once."""
-        self.samples_lost: set[tuple[int, int]] = set()
-        """Samples that the run continued without, each with its epoch."""
+        self.num_saved = 0
         self.end_s = 0.0
         """Time of the newest record."""
         self._takes_started = not started
-        self._highest = -1
         self._thinning = Thinning() if is_thin else None
 
     def apply(self, record: Record) -> None:
@@ -95,8 +84,10 @@ class RunModel:
             self.alive = set()
         else:
             self.lives[-1].extend_to(record.t_s)
+        highest = self.progress.highest
+        self.progress.apply(record)
         if isinstance(record, StepCommitted):
-            self._commit(record)
+            self._commit(record, highest)
         elif isinstance(record, CheckpointSaved):
             self.saved, self.num_saved = record, self.num_saved + 1
         elif not isinstance(record, StateHashed | ImageLogged | HistogramLogged):
@@ -105,33 +96,26 @@ class RunModel:
                 self._forget_derived()
                 self.lives[-1].add(record)
 
-    def _commit(self, record: StepCommitted) -> None:
-        if record.step > self._highest:
-            self.num_steps, self.num_samples = self.num_steps + 1, self.num_samples + record.samples
-        if self.commit is None or record.t_s > self.commit.t_s:
-            self.commit = record
+    def _commit(self, record: StepCommitted, highest: int) -> None:
         self.lives[-1].highest = max(self.lives[-1].highest, record.step)
-        if self._thinning is not None and self._thinning.replaces_step(record, self._highest):
+        if self._thinning is not None and self._thinning.replaces_step(record, highest):
             self.commits[-1] = record
         else:
             self._forget_derived()
             self.commits.append(record)
-        self._highest = max(self._highest, record.step)
 
     def _count(self, record: Record) -> None:
         match record:
             case RunStarted():
-                self.start = record
-                self.is_distributed = self.is_distributed or is_distributed(record)
+                self.is_distributed = self.is_distributed or record.is_distributed
                 self.alive |= set(range(record.workers)) if record.fabric == "virtual" else {record.rank}
                 if self._takes_started:
                     self.started = self.lives[0].workers = tuple(sorted({*self.started, record.rank}))
-            case SamplesLost():
-                self.samples_lost |= {(record.epoch, number) for number in record.ids}
             case Recovered():
                 self.alive = set(record.survivors)
             case WorkerEnded():
-                is_virtual = self.start is not None and self.start.fabric == "virtual"
+                start = self.progress.start
+                is_virtual = start is not None and start.fabric == "virtual"
                 self.alive -= self.alive if is_virtual else {record.rank}
 
     def _forget_derived(self) -> None:

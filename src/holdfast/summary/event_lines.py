@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.base.formatting import clean, count, seconds
-from holdfast.records.run_model import is_distributed
 from holdfast.records.texts import RANK_0_LOST, named_ranks
 from holdfast.records.types import (
     ActionRequested,
@@ -80,8 +79,8 @@ class EventFormatter:
     def _line(self, record: Record) -> tuple[tuple[object, ...], str | None]:
         match record:
             case RunStarted():
-                return ("start",), None if is_distributed(record) else _begin(record)
-            case StepCommitted() if self._started is not None and is_distributed(self._started):
+                return ("start",), None if record.is_distributed else _begin(record)
+            case StepCommitted() if self._started is not None and self._started.is_distributed:
                 # not earlier: a script without DistributedDataParallel "starts" when it ends
                 ranks = count(record.workers, "rank")
                 return ("start",), f"{ranks}: torch.distributed; all-reduces of DDP continue over the survivors"

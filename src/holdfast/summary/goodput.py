@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from holdfast.records.lives import largest
-from holdfast.records.run_model import is_distributed
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -211,7 +210,7 @@ class TimeAccount:
     # --- training
 
     def _begin(self, record: RunStarted) -> None:
-        self._is_blind = self._is_blind or is_distributed(record)
+        self._is_blind = self._is_blind or record.is_distributed
         if self._state == "training":
             return  # another worker, or a newcomer
         redone_s = self._discard(record.step) if self._state == "restart" else 0.0

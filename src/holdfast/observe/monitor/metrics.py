@@ -189,18 +189,18 @@ class RunMetrics:
                     self._recovery_s[part].add(seconds)
 
     def _of_steps(self) -> dict[str, Value]:
-        model = self._model
+        progress = self._model.progress
         values: dict[str, Value] = {
-            "holdfast_steps_total": model.num_steps,
-            "holdfast_samples_total": model.num_samples,
-            "holdfast_samples_lost_total": len(model.samples_lost),
+            "holdfast_steps_total": progress.num_steps,
+            "holdfast_samples_total": progress.num_samples,
+            "holdfast_samples_lost_total": len(progress.samples_lost),
         }
-        if model.start is not None:
-            values["holdfast_steps_planned"] = model.start.steps_planned
-        if model.commit is not None:
-            values["holdfast_step"] = model.commit.step
-            values["holdfast_last_step_timestamp_seconds"] = self._epoch_s + model.commit.t_s
-            values["holdfast_training_metric"] = dict(list(model.commit.metrics.items())[:_MOST_METRICS])
+        if progress.start is not None:
+            values["holdfast_steps_planned"] = progress.planned
+        if progress.commit is not None:
+            values["holdfast_step"] = progress.commit.step
+            values["holdfast_last_step_timestamp_seconds"] = self._epoch_s + progress.commit.t_s
+            values["holdfast_training_metric"] = dict(list(progress.metrics.items())[:_MOST_METRICS])
         return values
 
     def _of_checkpoints(self) -> dict[str, Value]:
