@@ -29,11 +29,9 @@ from holdfast.records.queued import QueuedSink
 from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     FaultFired,
-    JobRestarted,
     Record,
     RunStarted,
     ScriptFailed,
-    StepCommitted,
     StragglerSeen,
     WorkerEnded,
     WorkerFenced,
@@ -79,9 +77,6 @@ class RecordBus:
         self._waits_for = ""
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}
-        self.is_training = False
-        """Whether a step was committed in this start of the job."""
-
         self._is_merged = read_step(os.environ) is not None
         self.speaks = run.job.node_rank == 0 or run.others is None or not self._is_merged
         """Whether this launcher displays what concerns the whole job. ``srun`` merges the output of all: the first does."""
@@ -123,10 +118,6 @@ class RecordBus:
         match record:
             case RunStarted() if self._run.nodes is not None:
                 self._run.nodes.note_start(record.slices, record.order)
-            case JobRestarted():
-                self.is_training = False
-            case StepCommitted():
-                self.is_training = True
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
         if (line := run_aside("describing a record", lambda: self._story.format(record), None)) is not None:

@@ -9,7 +9,6 @@ from typing import TypeVar, cast
 
 from holdfast.records.types import (
     FailureSeen,
-    FaultFired,
     Finished,
     JobRestarted,
     Left,
@@ -17,17 +16,13 @@ from holdfast.records.types import (
     Recovered,
     RunStarted,
     ScriptFailed,
-    StepCommitted,
     WorkerEnded,
 )
 
 R = TypeVar("R", bound=Record)
 
-_MOST_SEEN = 8
-"""Survivors whose detection of a failure is kept: the first ones say when it was detected first."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LostWorker:
     """One lost worker.
 
@@ -54,10 +49,10 @@ class LostWorker:
     """
 
     rank: int
-    kind: str
+    kind: str = "kill"
     step: int
-    phase: str
-    injected: bool
+    phase: str = ""
+    injected: bool = False
     t_s: float
     known_s: float | None = None
     ended_s: float | None = None
@@ -141,12 +136,12 @@ class Recovery:
     @property
     def orders(self) -> dict[str, int]:
         """How often each action of the protocol was carried out: the maximum over survivors."""
-        return largest(record.orders for record in self.said)
+        return _largest(record.orders for record in self.said)
 
     @property
     def times_s(self) -> dict[str, float]:
         """The longest time that a survivor took for each action."""
-        return largest(record.times_s for record in self.said)
+        return _largest(record.times_s for record in self.said)
 
     def known_s(self, since_s: float) -> float | None:
         """When the first survivor detected the failure, after ``since_s``."""
@@ -295,50 +290,9 @@ class JobLife:
 N = TypeVar("N", int, float)
 
 
-def largest(mappings: Iterable[Mapping[str, N]]) -> dict[str, N]:
+def _largest(mappings: Iterable[Mapping[str, N]]) -> dict[str, N]:
     """Return for each name the largest value in any of the mappings."""
     largest: dict[str, N] = {}
     for one in mappings:
         largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}
     return largest
-
-
-class Thinning:
-    """Says which records :class:`~holdfast.records.run_model.RunModel` can do without, in the order of time."""
-
-    def __init__(self) -> None:
-        self._follows_step = False
-        self._is_loose = False  # whether the last kept step is one that the next step replaces
-        self._is_redoing = False
-        self._seen: list[int] = []  # survivors whose detection of the last failure was kept
-        self._generation = self._seen_after = -1  # of the last kept decision, and of the one before these detections
-        self._awaited: set[int] = set()  # steps in progress at a failure, whose next commits end outages
-
-    def replaces_step(self, record: StepCommitted, highest: int) -> bool:
-        """Return whether a committed step replaces the last one; ``highest`` is the highest step before."""
-        is_past = self._is_redoing and record.step > highest
-        is_needed = is_past or record.step in self._awaited or not self._follows_step
-        self._is_redoing = record.step <= highest
-        self._awaited.discard(record.step)
-        was_loose, self._is_loose, self._follows_step = self._is_loose, not is_needed, True
-        return was_loose and not is_needed
-
-    def keeps(self, record: Record) -> bool:
-        """Return whether a record of something else is kept."""
-        if isinstance(record, FailureSeen | FaultFired):
-            self._awaited.add(record.step)
-        if isinstance(record, FailureSeen):
-            if self._seen_after != self._generation:  # the next failure
-                self._seen, self._seen_after = [], self._generation
-            if len(self._seen) >= _MOST_SEEN:
-                return False
-            self._seen.append(record.rank)
-        elif isinstance(record, Recovered):
-            is_new = record.generation != self._generation or record.decision == "heal"  # needs no new communicator
-            if not is_new and record.rank not in self._seen:
-                return False
-            self._generation = record.generation
-        elif isinstance(record, JobRestarted):
-            self._generation, self._seen_after, self._seen = -1, -1, []
-        self._follows_step = self._is_loose = False
-        return True

@@ -33,6 +33,8 @@ class Progress:
         """Samples that the run continued without, each with its epoch."""
         self.highest = -1
         """The highest step that was committed."""
+        self.is_training = False
+        """Whether a step was committed in this start of the job."""
         self._resumes = False  # the job was restarted, and it is not known yet where it resumes
         self._last: tuple[float, int] | None = None  # when the newest step was committed, and its number
         self._took_s: deque[float] = deque(maxlen=_WINDOW)
@@ -51,12 +53,13 @@ class Progress:
             case SamplesLost():
                 self.samples_lost |= {(record.epoch, number) for number in record.ids}
             case JobRestarted():
-                self._resumes, self._last = True, None
+                self.is_training, self._resumes, self._last = False, True, None
             case Recovered() if 0 <= record.step < self.step and record.redone_steps > 1:
                 self.step = record.step
         return False
 
     def _commit(self, record: StepCommitted) -> bool:
+        self.is_training = True
         if self.commit is None or record.t_s > self.commit.t_s:
             self.commit = record
         last = self._last
@@ -80,10 +83,10 @@ class Progress:
     @property
     def workers(self) -> int:
         """Workers that took part in the newest step, or that began since."""
-        newest = max(
-            (each for each in (self.start, self.commit) if each is not None), key=lambda r: r.t_s, default=None
-        )
-        return 0 if newest is None else newest.workers
+        start, commit = self.start, self.commit
+        if commit is not None and (start is None or commit.t_s >= start.t_s):
+            return commit.workers
+        return 0 if start is None else start.workers
 
     @property
     def is_distributed(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TypeVar
 
-from holdfast.records.lives import JobLife, JoinedWorker, LostWorker, Recovery, Thinning
+from holdfast.records.lives import JobLife, JoinedWorker, LostWorker, Recovery
 from holdfast.records.progress import Progress
 from holdfast.records.types import (
     CheckpointSaved,
@@ -48,16 +48,27 @@ _ENDS = ("kill", "segfault", "oom", "nodeloss")
 """Kinds of injected faults that end processes immediately."""
 
 
+class Retention:
+    """Which records a model keeps: all that a report needs. One that keeps fewer serves a run that lasts for weeks."""
+
+    def replaces_step(self, record: StepCommitted, highest: int) -> bool:
+        """Return whether a committed step replaces the last one; ``highest`` is the highest step before."""
+        return False
+
+    def keeps(self, record: Record) -> bool:
+        """Return whether a record of something else is kept."""
+        return True
+
+
 class RunModel:
     """The one story of a run: takes its records one by one, in the order of time, and says what happened so far.
 
     Args:
         started: Ranks that the run was started with; if empty, they are taken from the records.
-        is_thin: Keep of undisturbed steps in a row only the last, and of what all survivors record only what the first
-            of them say: what a run that lasts for weeks has in memory depends on its failures alone.
+        retention: Which records it keeps; None: all that a report needs.
     """
 
-    def __init__(self, started: Sequence[int] = (), *, is_thin: bool = False) -> None:
+    def __init__(self, started: Sequence[int] = (), retention: Retention | None = None) -> None:
         self.started = tuple(started)
         self.is_distributed = False
         """Whether the script uses ``torch.distributed``, as far as is known."""
@@ -73,7 +84,7 @@ class RunModel:
         self.end_s = 0.0
         """Time of the newest record."""
         self._takes_started = not started
-        self._thinning = Thinning() if is_thin else None
+        self._retention = retention or Retention()
 
     def apply(self, record: Record) -> None:
         """Take the next record."""
@@ -92,13 +103,13 @@ class RunModel:
             self.saved, self.num_saved = record, self.num_saved + 1
         elif not isinstance(record, StateHashed | ImageLogged | HistogramLogged):
             self._count(record)
-            if self._thinning is None or self._thinning.keeps(record):
+            if self._retention.keeps(record):
                 self._forget_derived()
                 self.lives[-1].add(record)
 
     def _commit(self, record: StepCommitted, highest: int) -> None:
         self.lives[-1].highest = max(self.lives[-1].highest, record.step)
-        if self._thinning is not None and self._thinning.replaces_step(record, highest):
+        if self._retention.replaces_step(record, highest):
             self.commits[-1] = record
         else:
             self._forget_derived()
@@ -129,7 +140,14 @@ class RunModel:
     @cached_property
     def failures(self) -> list[LostWorker]:
         """The lost workers, ordered by time."""
-        return sorted(map(self._without_guesses, self._failures()), key=lambda f: (f.t_s, f.rank))
+        failures = []
+        for life, failure in self._failures():
+            _explain(life, failure)
+            if self.is_distributed and not failure.injected:
+                # Survivors record the last step and bucket, even if they were in a barrier, or in no collective at all.
+                failure.phase, failure.step = "", failure.step if self.commits else -1
+            failures.append(failure)
+        return sorted(failures, key=lambda f: (f.t_s, f.rank))
 
     @property
     def joined(self) -> list[JoinedWorker]:
@@ -171,10 +189,8 @@ class RunModel:
     @property
     def restored(self) -> list[PartRestored]:
         """The restored parts of a split model; if a recovery was repeated, as restored by its last attempt."""
-        last: dict[tuple[int, int, int], PartRestored] = {}
-        for life in self.lives:
-            last |= {(life.number, record.step, record.part): record for record in life.of(PartRestored)}
-        return list(last.values())
+        keyed = [((life.number, r.step, r.part), r) for life in self.lives for r in life.of(PartRestored)]
+        return list(dict(keyed).values())
 
     @property
     def seats_filled(self) -> list[SeatsFilled]:
@@ -189,11 +205,9 @@ class RunModel:
     @property
     def seats_taken(self) -> list[SeatTaken]:
         """Newcomers that took the seat of a failed rank, as the first of the others recorded each."""
-        first: dict[tuple[int, int], SeatTaken] = {}
-        for life in self.lives:
-            for record in life.of(SeatTaken):
-                first.setdefault((life.number, record.worker), record)
-        return list(first.values())
+        keyed = [((life.number, r.worker), r) for life in self.lives for r in life.of(SeatTaken)]
+        firsts = dict(reversed(keyed))
+        return [firsts[key] for key in dict(keyed)]
 
     @property
     def parts_held(self) -> list[PartsHeld]:
@@ -252,90 +266,33 @@ class RunModel:
         last = {record.step - 1 for record in self.of(Finished)} if self.is_distributed else set()
         return [commit for commit in self.commits if commit.step not in last]
 
-    def _without_guesses(self, failure: LostWorker) -> LostWorker:
-        """Return ``failure`` without values that survivors under ``torch.distributed`` record but cannot know.
-
-        They record the last step and bucket, even if they were in a barrier, or in no collective at all.
-        """
-        if failure.injected or not self.is_distributed:
-            return failure
-        return dataclasses.replace(failure, phase="", step=failure.step if self.commits else -1)
-
-    def _failures(self) -> Iterator[LostWorker]:
-        recoveries = 0
+    def _failures(self) -> Iterator[tuple[JobLife, LostWorker]]:
+        number = 0
         for life in self.lives:
-            explained: set[int] = set()
+            explained = set(life.attendance.left)
             for recovery in life.recoveries:
                 explained |= set(recovery.lost)
                 for rank in sorted(set(recovery.lost) - life.attendance.left):
-                    yield _explained(life, self._recovered(life, recovery, rank, recoveries))
-                recoveries += 1
-            yield from (
-                _explained(life, f) for f in self._unrecovered(life, explained | life.attendance.left, recoveries)
-            )
-            recoveries += life.restart is not None
+                    yield life, self._recovered(life, recovery, rank, number)
+                number += 1
+            since_s = None
+            if life.restart is not None:
+                since_s, number = life.restart.t_s, number + 1
+            for failure in _unanswered(life, explained):
+                if since_s is not None:
+                    failure.decided_s, failure.decision, failure.recovery = since_s, "restart", number - 1
+                    failure.redone_steps = max(0, failure.step - self._resumed_at(life) + 1)
+                failure.resumed_s = self._next_commit_s(failure.t_s if since_s is None else since_s, failure.step)
+                yield life, failure
 
     def _recovered(self, life: JobLife, recovery: Recovery, rank: int, number: int) -> LostWorker:
         failure = _struck(life, recovery, rank)
-        return dataclasses.replace(
-            failure,
-            known_s=recovery.known_s(failure.t_s),
-            decided_s=recovery.last_s,
-            resumed_s=self._next_commit_s(recovery.first_s, failure.step),
-            recovery=number,
-            decision=recovery.said[-1].decision,
-            redone_steps=recovery.redone_steps,
-            lost_samples=_lost_samples(life, recovery),
-            orders=recovery.orders,
-            times_s=recovery.times_s,
-        )
-
-    def _unrecovered(self, life: JobLife, explained: set[int], number: int) -> Iterator[LostWorker]:
-        for failure in self._unanswered(life, explained):
-            restart = life.restart
-            if restart is None:
-                yield dataclasses.replace(failure, resumed_s=self._next_commit_s(failure.t_s, failure.step))
-                continue
-            yield dataclasses.replace(
-                failure,
-                decided_s=restart.t_s,
-                resumed_s=self._next_commit_s(restart.t_s, failure.step),
-                recovery=number,
-                decision="restart",
-                redone_steps=max(0, failure.step - self._resumed_at(life) + 1),
-            )
-
-    def _unanswered(self, life: JobLife, explained: set[int]) -> Iterator[LostWorker]:
-        """Yield workers that died in ``life`` without a decision of the survivors about it."""
-        for fault in life.of(FaultFired):
-            struck = _victims(fault)
-            seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank not in struck]
-            for rank in struck:
-                if _was_fatal(life, fault, rank) and rank not in explained:
-                    explained.add(rank)
-                    yield dataclasses.replace(_injected(fault, rank), known_s=seen[0].t_s if seen else None)
-        if life.restart is not None:
-            for rank in sorted(life.members - set(life.restart.workers) - explained):
-                explained.add(rank)
-                yield self._ended(life, rank)
-        for death in life.unnoticed(explained):
-            yield self._ended(life, death.rank)
-
-    def _ended(self, life: JobLife, rank: int) -> LostWorker:
-        ends = [r for r in life.of(WorkerEnded) if r.rank == rank]
-        if rank in life.attendance.died_late:
-            return LostWorker(rank=rank, kind=_kind(life, rank), step=-1, phase="", injected=False, t_s=ends[0].t_s)
-        seen = [r for r in life.of(FailureSeen) if r.rank != rank]
-        t_s = min([r.t_s for r in (*ends, *seen[:1])], default=life.restart.t_s if life.restart else 0.0)
-        return LostWorker(
-            rank=rank,
-            kind=_kind(life, rank),
-            step=seen[0].step if seen else life.highest + 1,
-            phase=seen[0].phase if seen else "",
-            injected=False,
-            t_s=t_s,
-            known_s=seen[0].t_s if seen else None,
-        )
+        failure.known_s, failure.decided_s = recovery.known_s(failure.t_s), recovery.last_s
+        failure.resumed_s = self._next_commit_s(recovery.first_s, failure.step)
+        failure.recovery, failure.decision = number, recovery.said[-1].decision
+        failure.redone_steps, failure.lost_samples = recovery.redone_steps, _lost_samples(life, recovery)
+        failure.orders, failure.times_s = recovery.orders, recovery.times_s
+        return failure
 
     def last_commit_s(self, until_s: float) -> float | None:
         """Return when the last step up to this time was committed, None if none was."""
@@ -359,21 +316,46 @@ def model_of(records: Iterable[Record], started: Sequence[int] = ()) -> RunModel
     return model
 
 
+def _unanswered(life: JobLife, explained: set[int]) -> Iterator[LostWorker]:
+    """Yield workers that died in ``life`` without a decision of the survivors about it."""
+    for fault in life.of(FaultFired):
+        struck = _victims(fault)
+        seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank not in struck]
+        for rank in struck:
+            if _was_fatal(life, fault, rank) and rank not in explained:
+                explained.add(rank)
+                failure = _injected(fault, rank)
+                failure.known_s = seen[0].t_s if seen else None
+                yield failure
+    if life.restart is not None:
+        for rank in sorted(life.members - set(life.restart.workers) - explained):
+            explained.add(rank)
+            yield _ended(life, rank)
+    for death in life.unnoticed(explained):
+        yield _ended(life, death.rank)
+
+
+def _ended(life: JobLife, rank: int) -> LostWorker:
+    ends = [r for r in life.of(WorkerEnded) if r.rank == rank]
+    if rank in life.attendance.died_late:
+        return LostWorker(rank=rank, step=-1, t_s=ends[0].t_s)
+    seen = next((r for r in life.of(FailureSeen) if r.rank != rank), None)
+    moments = [r.t_s for r in (*ends, seen) if r is not None]
+    t_s = min(moments, default=life.restart.t_s if life.restart else 0.0)
+    if seen is None:
+        return LostWorker(rank=rank, step=life.highest + 1, t_s=t_s)
+    return LostWorker(rank=rank, step=seen.step, phase=seen.phase, t_s=t_s, known_s=seen.t_s)
+
+
 def _struck(life: JobLife, recovery: Recovery, rank: int) -> LostWorker:
     """Return how ``rank`` was lost, as far as it is known before the recovery."""
     before = [f for f in life.of(FaultFired) if rank in _victims(f) and f.t_s <= recovery.last_s]
-    faults = [fault for fault in before if _was_fatal(life, fault, rank)]
-    if faults:
+    if faults := [fault for fault in before if _was_fatal(life, fault, rank)]:
         return _injected(faults[-1], rank)
-    first = recovery.seen[0] if recovery.seen else None
-    return LostWorker(
-        rank=rank,
-        kind=_kind(life, rank),
-        step=first.step if first else recovery.step + max(recovery.redone_steps - 1, 0),
-        phase=first.phase if first else "",
-        injected=False,
-        t_s=first.t_s if first else recovery.first_s,
-    )
+    if recovery.seen:
+        first = recovery.seen[0]
+        return LostWorker(rank=rank, step=first.step, phase=first.phase, t_s=first.t_s)
+    return LostWorker(rank=rank, step=recovery.step + max(recovery.redone_steps - 1, 0), t_s=recovery.first_s)
 
 
 def _victims(fault: FaultFired) -> tuple[int, ...]:
@@ -395,23 +377,19 @@ def _injected(fault: FaultFired, rank: int) -> LostWorker:
     return LostWorker(rank=rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
 
 
-def _explained(life: JobLife, failure: LostWorker) -> LostWorker:
-    """Return ``failure`` with its time of death, and its reason if the launcher ended the worker, or it itself for its device."""
+def _explain(life: JobLife, failure: LostWorker) -> None:
+    """Note the kind of a failure, the time of death, and the reason if the launcher, or the worker itself, ended it."""
     rank = failure.rank
     lost = next((record for record in life.of(DeviceLost) if record.rank == rank), None)
     fenced = next((record for record in life.of(WorkerFenced) if record.rank == rank), None)
+    if not failure.injected:
+        has_raised = any(record.rank == rank for record in life.attendance.failed)
+        failure.kind = "hang" if fenced else "device" if lost else "exception" if has_raised else "kill"
     if lost is None and fenced is not None:
-        return dataclasses.replace(failure, silent_s=fenced.silent_s, why=fenced.reason, stack=fenced.stack)
-    ended_s = next((record.t_s for record in life.of(WorkerEnded) if record.rank == rank), None)
-    return dataclasses.replace(failure, why="" if lost is None else lost.message, ended_s=ended_s)
-
-
-def _kind(life: JobLife, rank: int) -> str:
-    if any(r.rank == rank for r in life.of(WorkerFenced)):
-        return "hang"
-    if any(r.rank == rank for r in life.of(DeviceLost)):
-        return "device"
-    return "exception" if any(r.rank == rank for r in life.attendance.failed) else "kill"
+        failure.silent_s, failure.why, failure.stack = fenced.silent_s, fenced.reason, fenced.stack
+        return
+    failure.why = "" if lost is None else lost.message
+    failure.ended_s = next((record.t_s for record in life.of(WorkerEnded) if record.rank == rank), None)
 
 
 def _lost_samples(life: JobLife, recovery: Recovery) -> int:

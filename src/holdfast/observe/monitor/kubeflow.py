@@ -92,9 +92,9 @@ class ProgressReporter:
     def _note(self, record: Record) -> bool:
         """Take a record; return whether it changes the status."""
         self._progress.apply(record)
-        if isinstance(record, Recovered):
-            self._recoveries |= {(record.generation, record.step)} if record.lost else set()
-            return bool(record.lost)
+        if isinstance(record, Recovered) and record.lost:
+            self._recoveries.add((record.generation, record.step))
+            return True
         return isinstance(record, RunStarted | StepCommitted | JobRestarted)
 
     def close(self, end_s: float) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.observe.time_order import SETTLED_S, TimeOrder
+from holdfast.observe.monitor.thinning import Thinning
 from holdfast.records.run_model import RunModel
 from holdfast.records.types import (
     CheckpointSaved,
@@ -18,7 +18,7 @@ from holdfast.records.types import (
     RunStarted,
     StragglerSeen,
 )
-from holdfast.summary.goodput import RECOVERY_PARTS, TimeAccount
+from holdfast.summary.goodput import RECOVERY_PARTS, SETTLED_S, TimeAccount
 
 BUCKETS_S = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper bounds of the buckets of all histograms, in seconds."""
@@ -120,9 +120,8 @@ class RunMetrics:
 
     def __init__(self, started: Sequence[int], epoch_s: float) -> None:
         self._epoch_s = epoch_s
-        self._unsettled = TimeOrder()
         self._account = TimeAccount()
-        self._model = RunModel(started, is_thin=True)
+        self._model = RunModel(started, Thinning())
         self._redone = 0
         self._held_s = Observations()
         self._recovery_s = {part: Observations() for part in RECOVERY_PARTS}
@@ -131,7 +130,7 @@ class RunMetrics:
 
     def take(self, record: Record) -> None:
         """Take a record; it counts when no older one can arrive any more."""
-        self._unsettled.add(record)
+        self._account.add(record)
 
     def close(self, end_s: float) -> None:
         """Take the end of the run: all records have arrived."""
@@ -176,8 +175,7 @@ class RunMetrics:
         return counts if metric.label else counts[""]
 
     def _settle(self, until_s: float) -> None:
-        for record in self._unsettled.until(until_s):
-            self._account.take(record)
+        for record in self._account.settle(until_s):
             self._model.apply(record)
             if isinstance(record, CheckpointSaved):
                 self._held_s.add(record.seconds)

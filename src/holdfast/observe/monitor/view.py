@@ -23,7 +23,6 @@ from holdfast.observe.monitor.lanes import Lanes
 from holdfast.observe.monitor.membership import Membership
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.sentence import Ended, level_and_sentence
-from holdfast.observe.time_order import SETTLED_S, TimeOrder
 from holdfast.records.progress import Progress
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
@@ -37,7 +36,7 @@ from holdfast.records.types import (
     StateHashed,
     StepCommitted,
 )
-from holdfast.summary.goodput import CAUSES, Goodput, TimeAccount
+from holdfast.summary.goodput import CAUSES, SETTLED_S, Goodput, TimeAccount
 
 MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""
@@ -103,7 +102,6 @@ class LiveState:
         self._progress = Progress()
         self._curves = Curves()
         self._account = TimeAccount()
-        self._unsettled = TimeOrder()
         self._newest_s = 0.0
         self._checkpoints = Checkpoints(self._stamp)
         self._findings: deque[dict[str, Any]] = deque(maxlen=MOST_FINDINGS)
@@ -147,7 +145,7 @@ class LiveState:
             for record in records:
                 self._apply(record)
                 if not isinstance(record, StateHashed):
-                    self._unsettled.add(_slim(record))
+                    self._account.add(_slim(record))
                     self._newest_s = max(self._newest_s, record.t_s)
             self._settle(self._newest_s - SETTLED_S)
 
@@ -205,8 +203,7 @@ class LiveState:
             self._touch("run")
 
     def _settle(self, until_s: float) -> None:
-        for record in self._unsettled.until(until_s):
-            self._account.take(record)
+        for _ in self._account.settle(until_s):
             self._explain()
 
     def _explain(self) -> None:
