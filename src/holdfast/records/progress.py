@@ -31,6 +31,9 @@ class Progress:
         """Committed steps, and their samples."""
         self.samples_lost: set[tuple[int, int]] = set()
         """Samples that the run continued without, each with its epoch."""
+        self.restarts = 0
+        self.recoveries: set[tuple[int, int]] = set()
+        """Recoveries from lost workers, each by the restart before it and its generation."""
         self.highest = -1
         """The highest step that was committed."""
         self.is_training = False
@@ -53,9 +56,13 @@ class Progress:
             case SamplesLost():
                 self.samples_lost |= {(record.epoch, number) for number in record.ids}
             case JobRestarted():
+                self.restarts = record.restart
                 self.is_training, self._resumes, self._last = False, True, None
-            case Recovered() if 0 <= record.step < self.step and record.redone_steps > 1:
-                self.step = record.step
+            case Recovered():
+                if record.lost:
+                    self.recoveries.add((self.restarts, record.generation))
+                if 0 <= record.step < self.step and record.redone_steps > 1:
+                    self.step = record.step
         return False
 
     def _commit(self, record: StepCommitted) -> bool:

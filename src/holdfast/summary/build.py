@@ -23,9 +23,9 @@ from holdfast.records.types import (
     ScriptFailed,
     StragglerSeen,
     ValuesAltered,
+    WorkerRefused,
 )
 from holdfast.summary.goodput import goodput_of
-from holdfast.summary.platforms import workers_platforms
 
 SCHEMA = 1
 """Version of ``report.json``: existing keys keep their names and meanings, new keys may be added."""
@@ -87,7 +87,7 @@ def build_report(
         "lost": None if history.is_distributed else _lost(history),
         "replicas": _replicas(history, finished),
         "certificate": _certificate(history),
-        "platforms": workers_platforms(history),
+        "platforms": _platforms(history),
         "metrics": _metrics(history, finished),
         "checkpoints": None if history.is_distributed else history.num_saved,
         "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
@@ -288,6 +288,30 @@ def _certificate(history: RunModel) -> dict[str, Any] | None:
     if not steps:
         return None
     return {"link": steps[-1].link, "first_step": steps[0].step, "steps": len(steps)}
+
+
+def _platforms(history: RunModel) -> dict[str, Any] | None:
+    """Return the platforms, their workers, what differing ones gave up, and refused workers; None if not recorded.
+
+    ``promise`` is only there if GPUs were used: what holds of the bits, and why. ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.
+    """
+    starts = [record for record in history.of(RunStarted) if record.platform]
+    if not starts:
+        return None
+    platforms = {record.rank: dict(record.platform) for record in starts}
+    groups: list[dict[str, Any]] = []
+    for rank, platform in sorted(platforms.items()):
+        group = next((group for group in groups if group["platform"] == platform), None)
+        if group is None:
+            groups.append(group := {"ranks": [], "platform": platform})
+        group["ranks"].append(rank)
+    promises = sorted({platform["promise"] for platform in platforms.values() if "promise" in platform})
+    return {
+        "of": groups,
+        **({"promise": "; ".join(promises)} if promises else {}),
+        "given_up": next((record.given_up for record in starts if record.given_up), ""),
+        "refused": [{"rank": r.rank, "t_s": round(r.t_s, 6), "why": r.why} for r in history.of(WorkerRefused)],
+    }
 
 
 def _metrics(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, float | None]:

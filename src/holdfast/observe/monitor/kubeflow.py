@@ -29,6 +29,8 @@ EVERY_S = 5.0
 LONGEST_S = 60.0
 """Longest time between two reports to a server that does not take them."""
 _TIMEOUT_S = 5.0
+_SHOWN = (RunStarted, StepCommitted, JobRestarted)
+"""Records that change the status, besides those of a loss."""
 _MOST_METRICS, _LONGEST_TEXT = 256, 64
 """Trainer refuses reports with more."""
 
@@ -75,27 +77,19 @@ class ProgressReporter:
         self._path = place.path or "/"
         self._ca_cert, self._token, self._every_s = ca_cert, token, every_s
         self._progress = Progress()
-        self._recoveries: set[tuple[int, int]] = set()
         self.pause_s = 0.0
 
     def take(self, records: Sequence[Record]) -> None:
         """Report what has changed; NotTaken says why the report did not arrive."""
-        changes = [self._note(record) for record in records]
-        if not any(changes):
+        for record in records:
+            self._progress.apply(record)
+        if not any(isinstance(r, _SHOWN) or (isinstance(r, Recovered) and r.lost) for r in records):
             self.pause_s = 0.0
             return
-        if why := self._report(status_of(self._progress, len(self._recoveries))):
+        if why := self._report(status_of(self._progress)):
             self.pause_s = min(2 * max(self.pause_s, self._every_s), LONGEST_S)
             raise NotTaken(why)
         self.pause_s = self._every_s
-
-    def _note(self, record: Record) -> bool:
-        """Take a record; return whether it changes the status."""
-        self._progress.apply(record)
-        if isinstance(record, Recovered) and record.lost:
-            self._recoveries.add((record.generation, record.step))
-            return True
-        return isinstance(record, RunStarted | StepCommitted | JobRestarted)
 
     def close(self, end_s: float) -> None:
         """Do nothing: the last report was sent with the last records."""
@@ -123,9 +117,9 @@ class ProgressReporter:
             return f"the token in {self._token} is not one line of text"
 
 
-def status_of(progress: Progress, recoveries: int) -> dict[str, Any]:
+def status_of(progress: Progress) -> dict[str, Any]:
     """Return the status in Kubeflow's words, without the time."""
-    counts = {"step": progress.step, "workers": progress.workers, "recoveries": recoveries}
+    counts = {"step": progress.step, "workers": progress.workers, "recoveries": len(progress.recoveries)}
     metrics = {name[:_LONGEST_TEXT]: f"{value:.6g}" for name, value in progress.metrics.items() if name}
     metrics = dict(list(metrics.items())[: _MOST_METRICS - len(counts)])
     metrics |= {name: str(value) for name, value in counts.items()}
