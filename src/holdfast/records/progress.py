@@ -32,6 +32,7 @@ class Progress:
         self.samples_lost: set[tuple[int, int]] = set()
         """Samples that the run continued without, each with its epoch."""
         self.restarts = 0
+        """Restarts of the whole job."""
         self.recoveries: set[tuple[int, int]] = set()
         """Recoveries from lost workers, each by the restart before it and its generation."""
         self.highest = -1
@@ -55,7 +56,7 @@ class Progress:
                 self.start = record
             case SamplesLost():
                 self.samples_lost |= {(record.epoch, number) for number in record.ids}
-            case JobRestarted():
+            case JobRestarted() if record.restart > self.restarts:
                 self.restarts = record.restart
                 self.is_training, self._resumes, self._last = False, True, None
             case Recovered():

@@ -23,7 +23,6 @@ from holdfast.observe.monitor.lanes import Lanes
 from holdfast.observe.monitor.membership import Membership
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.sentence import Ended, level_and_sentence
-from holdfast.records.progress import Progress
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
     CorruptionFound,
@@ -99,7 +98,7 @@ class LiveState:
         self._recoveries = Recoveries(self._stamp)
         self._events = EventList(self._stamp)
         self._members = Membership(self._lanes, self._recoveries, info.started, info.spares)
-        self._progress = Progress()
+        self._progress = self._members.progress
         self._curves = Curves()
         self._account = TimeAccount()
         self._newest_s = 0.0
@@ -212,10 +211,9 @@ class LiveState:
             self._recoveries.explain(ended_s, parts)
 
     def _apply(self, record: Record) -> None:
-        self._members.take(record)
+        is_new_step = self._members.take(record)
         self._events.take(record)
         self._checkpoints.take(record)
-        is_new_step = self._progress.apply(record)
         match record:
             case RunStarted() if record is self._progress.first:
                 self._curves.begin(record)
@@ -277,7 +275,7 @@ class LiveState:
 
     def _brief(self, now_s: float, ended: Ended | None) -> dict[str, Any]:
         """Return the sections that change all the time."""
-        level, sentence = level_and_sentence(self._members, self._progress, ended)
+        level, sentence = level_and_sentence(self._members, ended)
         if self.silent_s > SILENT_S and not self.is_over:
             level, sentence = "warning", f"Nothing was written for {seconds(self.silent_s)}. Before: {sentence}"
         spent = self._spent or self._account.now(max(0.0, now_s))
@@ -286,7 +284,7 @@ class LiveState:
             badput_s = {cause: round(seconds, 6) for cause, seconds in spent.badput_s.items()}
             goodput = {"wall_s": round(spent.wall_s, 6), "useful_s": round(spent.useful_s, 6)}
             goodput |= {"ratio": round(spent.ratio, 6), "badput_s": badput_s}
-        run, members = self._progress, self._members
+        run = self._progress
         rate, left_s = run.steps_per_s, run.left_s
         progress = {
             "step": run.step,
@@ -295,8 +293,8 @@ class LiveState:
             "eta_s": None if left_s is None else round(left_s, 1),
             "samples": run.num_samples,
             "samples_lost": len(run.samples_lost),
-            "steps_redone": members.steps_redone,
-            "restarts": members.restarts,
+            "steps_redone": self._members.steps_redone,
+            "restarts": run.restarts,
         }
         return {"state": {"level": level, "sentence": sentence}, "progress": progress, "goodput": goodput}
 
