@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import fmean, median
 
-from holdfast.records.types import JobRestarted, Record, Recovered, RunStarted, SamplesLost, StepCommitted
+from holdfast.records.types import JobRestarted, Record, Recovered, RunStarted, StepCommitted
 
 _WINDOW = 50
 """Newest steps that count for the pace."""
@@ -29,8 +29,6 @@ class Progress:
         """The newest committed step."""
         self.num_steps = self.num_samples = 0
         """Committed steps, and their samples."""
-        self.samples_lost: set[tuple[int, int]] = set()
-        """Samples that the run continued without, each with its epoch."""
         self.restarts = 0
         """Restarts of the whole job."""
         self.recoveries: set[tuple[int, int]] = set()
@@ -54,8 +52,6 @@ class Progress:
                 elif self._resumes:
                     self.step, self._resumes = max(0, record.step), False
                 self.start = record
-            case SamplesLost():
-                self.samples_lost |= {(record.epoch, number) for number in record.ids}
             case JobRestarted() if record.restart > self.restarts:
                 self.restarts = record.restart
                 self.is_training, self._resumes, self._last = False, True, None

@@ -81,6 +81,8 @@ class RunModel:
         self.saved: CheckpointSaved | None = None
         """The newest checkpoint."""
         self.num_saved = 0
+        self.samples_lost: set[tuple[int, int]] = set()
+        """Samples that the run continued without, each with its epoch."""
         self.end_s = 0.0
         """Time of the newest record."""
         self._takes_started = not started
@@ -122,6 +124,8 @@ class RunModel:
                 self.alive |= set(range(record.workers)) if record.fabric == "virtual" else {record.rank}
                 if self._takes_started:
                     self.started = self.lives[0].workers = tuple(sorted({*self.started, record.rank}))
+            case SamplesLost():
+                self.samples_lost |= {(record.epoch, number) for number in record.ids}
             case Recovered():
                 self.alive = set(record.survivors)
             case WorkerEnded():

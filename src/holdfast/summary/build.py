@@ -258,7 +258,7 @@ def _samples(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, i
     return {
         "planned": (starts[0].samples_planned or None) if starts else None,  # unknown of a stream
         "committed": sum(record.samples for record in history.steps.values()),
-        "lost": len(history.progress.samples_lost),
+        "lost": len(history.samples_lost),
         "repeated": None,  # known only from the ledger, which is written at the end
     }
 

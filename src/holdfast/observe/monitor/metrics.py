@@ -191,7 +191,7 @@ class RunMetrics:
         values: dict[str, Value] = {
             "holdfast_steps_total": progress.num_steps,
             "holdfast_samples_total": progress.num_samples,
-            "holdfast_samples_lost_total": len(progress.samples_lost),
+            "holdfast_samples_lost_total": len(self._model.samples_lost),
         }
         if progress.start is not None:
             values["holdfast_steps_planned"] = progress.planned

@@ -31,6 +31,7 @@ from holdfast.records.types import (
     Record,
     Recovered,
     RunStarted,
+    SamplesLost,
     ScriptFailed,
     StateHashed,
     StepCommitted,
@@ -104,6 +105,7 @@ class LiveState:
         self._newest_s = 0.0
         self._checkpoints = Checkpoints(self._stamp)
         self._findings: deque[dict[str, Any]] = deque(maxlen=MOST_FINDINGS)
+        self._samples_lost: set[tuple[int, int]] = set()
         self._checks = 0
         self._drawn_s = float("-inf")
         self._certified: tuple[int, int, str] | None = None  # first and last step, and the link of the last
@@ -223,6 +225,8 @@ class LiveState:
             case CorruptionFound() | CorruptionHealed():
                 self._findings.append({"t_s": round(record.t_s, 4), "text": corruption_line(record)})
                 self._touch("integrity")
+            case SamplesLost():
+                self._samples_lost |= {(record.epoch, number) for number in record.ids}
             case ScriptFailed() | Finished():
                 self._touch("run")
 
@@ -292,7 +296,7 @@ class LiveState:
             "steps_per_s": None if rate is None else round(rate, 3),
             "eta_s": None if left_s is None else round(left_s, 1),
             "samples": run.num_samples,
-            "samples_lost": len(run.samples_lost),
+            "samples_lost": len(self._samples_lost),
             "steps_redone": self._members.steps_redone,
             "restarts": run.restarts,
         }
