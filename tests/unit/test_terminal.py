@@ -20,7 +20,7 @@ from holdfast.observe.terminal import views as live
 from holdfast.observe.terminal.views import LiveView, PlainView, _panel, make_view, progress_line
 from holdfast.records.activity import current_activity
 from holdfast.records.beacon import Beacon, Pulse
-from holdfast.records.progress import Progress
+from holdfast.records.progress import RunProgress
 from holdfast.records.types import JobRestarted, StepCommitted
 
 # -- what a job waits for
@@ -149,7 +149,7 @@ def commits(*steps):
 
 
 def pace_of(*steps, planned=0):
-    pace = Progress()
+    pace = RunProgress()
     for record in (*begun(0.0, [0], steps_planned=planned), *commits(*steps)):
         pace.apply(record)
     return pace

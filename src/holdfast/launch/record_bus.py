@@ -24,7 +24,7 @@ from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
-from holdfast.records.progress import Progress
+from holdfast.records.progress import RunProgress
 from holdfast.records.queued import QueuedSink
 from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
@@ -73,7 +73,7 @@ class RecordBus:
         self._story = EventFormatter()
         self._file = FileRecorder(records_path(run.paths.run_dir, "launcher"))
         self._log = Logger(run.clock, lambda: (-1, -1), self._file)
-        self.progress = Progress()
+        self.progress = RunProgress()
         self._waits_for = ""
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}

@@ -15,7 +15,7 @@ _LONGEST = 10.0
 but the checkpoints and evaluations in between do."""
 
 
-class Progress:
+class RunProgress:
     """Takes the records of a run as they arrive; a step that several workers record, or that is committed again, counts once."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from holdfast.records.lives import JobLife, JoinedWorker, LostWorker, Recovery
-from holdfast.records.progress import Progress
+from holdfast.records.progress import RunProgress
 from holdfast.records.types import (
     CheckpointSaved,
     DeviceLost,
@@ -77,7 +77,7 @@ class RunModel:
         """Committed steps, ordered by time, those that were committed again included."""
         self.alive: set[int] = set()
         """Workers that take part, spares included."""
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.saved: CheckpointSaved | None = None
         """The newest checkpoint."""
         self.num_saved = 0

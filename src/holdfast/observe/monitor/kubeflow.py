@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.records.progress import Progress
+from holdfast.records.progress import RunProgress
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import JobRestarted, Record, Recovered, RunStarted, StepCommitted
 
@@ -76,7 +76,7 @@ class ProgressReporter:
         self._host, self._port = place.hostname, place.port or 443
         self._path = place.path or "/"
         self._ca_cert, self._token, self._every_s = ca_cert, token, every_s
-        self._progress = Progress()
+        self._progress = RunProgress()
         self.pause_s = 0.0
 
     def take(self, records: Sequence[Record]) -> None:
@@ -117,7 +117,7 @@ class ProgressReporter:
             return f"the token in {self._token} is not one line of text"
 
 
-def status_of(progress: Progress) -> dict[str, Any]:
+def status_of(progress: RunProgress) -> dict[str, Any]:
     """Return the status in Kubeflow's words, without the time."""
     counts = {"step": progress.step, "workers": progress.workers, "recoveries": len(progress.recoveries)}
     metrics = {name[:_LONGEST_TEXT]: f"{value:.6g}" for name, value in progress.metrics.items() if name}

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.observe.monitor.lanes import GONE, Lanes
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.slices import SliceShares
-from holdfast.records.progress import Progress
+from holdfast.records.progress import RunProgress
 from holdfast.records.types import (
     CorruptionFound,
     DeviceLost,
@@ -41,7 +41,7 @@ class Membership:
     """
 
     def __init__(self, lanes: Lanes, recoveries: Recoveries, started: Sequence[int], spares: Sequence[int]) -> None:
-        self.lanes, self.recoveries, self.progress = lanes, recoveries, Progress()
+        self.lanes, self.recoveries, self.progress = lanes, recoveries, RunProgress()
         self.wanted = len(started)
         """Workers that should share the work."""
         self.steps_redone = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from holdfast.launch.displays import Display, DisplayedJob
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.stacks import OFF
-from holdfast.records.progress import Progress
+from holdfast.records.progress import RunProgress
 from holdfast.records.queued import NotTaken, QueuedSink
 from holdfast.records.types import Record, WorkerFenced
 
@@ -56,7 +56,7 @@ class BundleWriter:
 
     def __init__(self, folder: Path) -> None:
         self._begin = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._written = 0
         self._writing: subprocess.Popen[bytes] | None = None
 
