@@ -246,7 +246,8 @@ class JobLife:
             recovery.said.append(record)
             recovery.seen += self._undecided.pop(record.rank, ())
             recovery.seen.sort(key=lambda seen: seen.t_s)
-        self.__dict__.pop("members", None)
+        for name in ("members", "recoveries"):
+            self.__dict__.pop(name, None)
 
     def of(self, kind: type[R]) -> Sequence[R]:
         """Return the records of one kind, ordered by time."""
@@ -268,7 +269,7 @@ class JobLife:
             for rank in recovery.joined:
                 yield JoinedWorker(rank=rank, step=recovery.step, t_s=began_s.get(rank, recovery.last_s), held_s=held_s)
 
-    @property
+    @cached_property
     def recoveries(self) -> list[Recovery]:
         """The decisions of the survivors, ordered by time."""
         return [recovery for _, recovery in sorted(self._by_generation.items())]
