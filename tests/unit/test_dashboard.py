@@ -21,6 +21,7 @@ from holdfast.observe.monitor import dashboard as of_dashboard
 from holdfast.observe.monitor.dashboard import Dashboard
 from holdfast.observe.monitor.feed import Refused
 from holdfast.observe.monitor.token import NAME
+from holdfast.records.progress import RunProgress
 
 
 def a_job(folder, **options):
@@ -52,7 +53,7 @@ class Launcher:
         self.noted = []
         self.attempt = SimpleNamespace(processes=(0, 1), pids=lambda ranks: {})
         self.run = SimpleNamespace(job=job, others=None, state=SimpleNamespace(waiting=(), living=lambda: [0, 1]))
-        self.bus = SimpleNamespace(is_distributed=False, note=self.noted.append)
+        self.bus = SimpleNamespace(progress=RunProgress(), note=self.noted.append)
         self.stopping = SimpleNamespace(request=stop)
 
     def answer(self, dashboard):

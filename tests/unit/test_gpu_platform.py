@@ -17,7 +17,7 @@ from holdfast.state.context import LiveSettings, PlatformState
 from holdfast.state.gpu_check import describe_gpu, driver_of
 from holdfast.state.gpu_platform import GpuDescription, gpu_properties, line_of, promise_of
 from holdfast.state.platform import FIELDS, between, number_of
-from holdfast.summary.platforms import workers_platforms
+from holdfast.summary.build import build_report
 
 EXACT = GpuDescription(
     name="NVIDIA H100 80GB HBM3", multiprocessors=132, driver="580.65.06", cuda="13.0", cudnn="91002", cublas="13.0.2",
@@ -148,9 +148,8 @@ def started(rank, kind):
 
 def test_the_report_has_the_promise_where_gpus_were_used():
     def of(*kinds):
-        return workers_platforms(
-            SimpleNamespace(of=lambda kind: [started(*k) for k in enumerate(kinds)] if kind is RunStarted else [])
-        )
+        records = [started(*each) for each in enumerate(kinds)]
+        return build_report(records, started=(0, 1), wall_s=1.0, seed=0)["platforms"]
 
     exact, other = CPU | gpu_properties(EXACT), CPU | gpu_properties(replace(EXACT, benchmark=True))
 

@@ -36,6 +36,7 @@ from holdfast.observe.terminal.views import make_view
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.paths import stop_path
+from holdfast.records.progress import RunProgress
 from holdfast.records.types import (
     CheckpointSaved,
     FailureSeen,
@@ -513,7 +514,7 @@ def stopping(tmp_path):
         nodes=None,
         state=JobState("train.py"),
     )
-    return StopProcedure(run, SimpleNamespace(is_distributed=False))
+    return StopProcedure(run, SimpleNamespace(progress=RunProgress()))
 
 
 def test_who_is_still_being_started_is_told_to_stop_as_soon_as_it_is_there_and_nobody_twice(stopping):

@@ -295,7 +295,7 @@ def test_the_state_stays_bounded_over_many_steps_and_recoveries():
     assert all(len(series["points"]) <= 600 for series in told["series"])
     assert all(len(lane["spans"]) <= MOST_SPANS for lane in told["lanes"])
     assert (len(told["events"]), len(told["recoveries"]), len(told["checkpoints"])) == (300, 200, MOST_CHECKPOINTS)
-    assert len(live._unsettled) < 50
+    assert len(live._account._unsettled) < 50
     assert kinds(told, 0)[:2] == ["start", "train"]
     assert told["recoveries"][-2]["parts"] != {}
 

@@ -25,6 +25,7 @@ from holdfast.observe.page.canvas import Canvas
 from holdfast.observe.page.figures import timeline
 from holdfast.observe.page.html import render_run, write_page
 from holdfast.observe.page.timeline import stretches
+from holdfast.records.run_model import model_of
 from holdfast.records.types import (
     FailureSeen,
     Finished,
@@ -38,7 +39,6 @@ from holdfast.records.types import (
 )
 from holdfast.summary.build import build_report
 from holdfast.summary.files import write_report, write_results
-from holdfast.summary.history import History
 from holdfast_lab.pages.demo import demo_rows, demo_table, render_demo
 
 
@@ -321,19 +321,18 @@ def test_a_page_says_how_many_began_and_how_many_waited_beside_them():
 def test_what_follows_from_the_records_of_a_long_run_is_found_once():
     """Each of hundreds of failures asks for it, and a run of a day has millions of records."""
     _, records, _ = with_comings()
-    history = History(records, range(4))
+    history = model_of(records, range(4))
     life = history.lives[0]
 
     assert life.recoveries is life.recoveries
     assert history.changes is history.changes
-    assert life.of(StepCommitted) is life.of(StepCommitted)
-    assert list(life.of(StepCommitted)) == [r for r in history.records if isinstance(r, StepCommitted)]
+    assert history.failures is history.failures
 
 
 def test_the_lane_of_a_newcomer_begins_where_it_joined_and_that_of_a_leaver_ends_where_it_left():
     _, records, wall_s = with_comings()
 
-    lanes = {s.rank: s for s in stretches(History(records, range(4)), wall_s)}
+    lanes = {s.rank: s for s in stretches(model_of(records, range(4)), wall_s)}
 
     assert lanes[5].from_s == wall_s * 0.6
     assert (lanes[2].to_s, lanes[2].open) == (wall_s * 0.6 + 1, False)
@@ -343,9 +342,9 @@ def test_the_lane_of_a_spare_shows_until_when_it_waited():
     _, records, wall_s = with_comings()
     takes_over = next(r for r in records if isinstance(r, Recovered) and 4 in r.survivors)
 
-    lanes = {s.rank: s for s in stretches(History(records, range(4)), wall_s)}
+    lanes = {s.rank: s for s in stretches(model_of(records, range(4)), wall_s)}
     without = [r for r in records if r is not takes_over and getattr(r, "generation", 0) != 3]
-    waits = {s.rank: s for s in stretches(History(without, range(4)), wall_s)}[4]
+    waits = {s.rank: s for s in stretches(model_of(without, range(4)), wall_s)}[4]
 
     assert lanes[4].from_s + lanes[4].waits_s == pytest.approx(takes_over.t_s)
     assert {rank for rank, stretch in lanes.items() if stretch.waits_s} == {4, 5}, "with the spare there are enough"
@@ -357,7 +356,7 @@ def test_a_spare_of_whom_only_the_recovery_says_that_it_is_there_has_a_lane():
     _, records, _ = with_comings()
     records = [r for r in records if not (isinstance(r, RunStarted) and r.rank == 4)]
 
-    assert 4 in History(records, range(4)).ranks
+    assert 4 in model_of(records, range(4)).ranks
 
 
 def test_a_page_where_nobody_came_or_went_does_not_speak_of_it():

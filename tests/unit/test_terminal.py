@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
+from view_runs import begun
 
 from holdfast.base.formatting import rough, speed, timer
 from holdfast.launch.run_view import RunStatus
@@ -19,7 +20,8 @@ from holdfast.observe.terminal import views as live
 from holdfast.observe.terminal.views import LiveView, PlainView, _panel, make_view, progress_line
 from holdfast.records.activity import current_activity
 from holdfast.records.beacon import Beacon, Pulse
-from holdfast.summary.step_times import StepTimes
+from holdfast.records.progress import RunProgress
+from holdfast.records.types import JobRestarted, StepCommitted
 
 # -- what a job waits for
 
@@ -142,10 +144,14 @@ def test_the_beacon_says_what_a_worker_does_until_its_first_step(tmp_path, monke
 # -- the pace
 
 
-def pace_of(*steps):
-    pace = StepTimes()
-    for step, t_s in steps:
-        pace.add(step, t_s)
+def commits(*steps):
+    return [StepCommitted(t_s=t_s, rank=0, step=s, epoch=0, samples=1, workers=1, metrics={}) for s, t_s in steps]
+
+
+def pace_of(*steps, planned=0):
+    pace = RunProgress()
+    for record in (*begun(0.0, [0], steps_planned=planned), *commits(*steps)):
+        pace.apply(record)
     return pace
 
 
@@ -154,7 +160,7 @@ def test_the_pace_is_that_of_the_newest_steps():
 
     assert pace_of(*slow).steps_per_s == pytest.approx(1.0)
     assert pace_of(*slow, *fast).steps_per_s == pytest.approx(10.0)
-    assert pace_of(*slow, *fast).left_s(50) == pytest.approx(5.0)
+    assert pace_of(*slow, *fast, planned=130).left_s == pytest.approx(5.0)
 
 
 def test_one_long_recovery_hardly_changes_what_is_left_and_repeated_checkpoints_do():
@@ -171,9 +177,9 @@ def test_of_a_step_that_several_workers_report_the_first_counts():
 
 def test_a_restart_costs_no_step_its_time():
     pace = pace_of((0, 0.0), (1, 1.0), (2, 2.0))
-    pace.begin()
-    for step, t_s in ((1, 90.0), (2, 91.0), (3, 92.0)):
-        pace.add(step, t_s)
+    again = JobRestarted(t_s=3.0, rank=-1, step=2, restart=1, workers=(0,), reason="all are lost")
+    for record in (again, *begun(89.0, [0], 1), *commits((1, 90.0), (2, 91.0), (3, 92.0))):
+        pace.apply(record)
 
     assert pace.steps_per_s == pytest.approx(1.0)
 
@@ -181,7 +187,7 @@ def test_a_restart_costs_no_step_its_time():
 @pytest.mark.parametrize("steps", [(), ((5, 1.0),), ((5, 1.0), (3, 2.0)), ((5, 1.0), (6, 1.0))])
 def test_without_two_steps_that_took_time_there_is_no_pace(steps):
     assert pace_of(*steps).steps_per_s is None
-    assert not pace_of(*steps).left_s(10)
+    assert not pace_of(*steps, planned=10).left_s
 
 
 # -- its words

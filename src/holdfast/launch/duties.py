@@ -15,7 +15,6 @@ from holdfast.records.types import (
     SeatTaken,
     WriterDeclared,
 )
-from holdfast.summary.history import is_distributed
 
 
 @dataclass(slots=True)
@@ -36,7 +35,7 @@ class Duties:
         """Take one record."""
         match record:
             case RunStarted():
-                self._is_distributed = is_distributed(record)
+                self._is_distributed = record.is_distributed
                 if not self._is_distributed:  # what was said before this loop says nothing about what follows it
                     self._declared.pop(record.rank, None)
             case SeatTaken(seat=0):

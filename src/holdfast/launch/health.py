@@ -75,7 +75,7 @@ class HealthMonitor:
         run_aside("showing the workers", lambda: self._show(attempt, living, signs or {}), None)
 
     def _show(self, attempt: JobAttempt, living: Sequence[int], signs: Mapping[int, StartupStatus]) -> None:
-        self._bus.show(attempt.pids(living), "" if self._bus.is_training else self._waits_for(living, signs))
+        self._bus.show(attempt.pids(living), "" if self._bus.progress.is_training else self._waits_for(living, signs))
 
     def all_stall(self, attempt: JobAttempt, nodes: NodeGroup) -> bool:
         """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
@@ -112,7 +112,7 @@ class HealthMonitor:
     ) -> dict[int, StartupStatus] | None:
         """Return what is observed of each worker; None once all train and a step was committed."""
         all_train = all(rank in positions and positions[rank].phase not in _BEFORE_TRAINING for rank in watched)
-        if all_train and self._run.state.has_begun and self._bus.is_training:
+        if all_train and self._run.state.has_begun and self._bus.progress.is_training:
             return None
         return {rank: attempt.sign(rank, positions.get(rank)) for rank in watched}
 

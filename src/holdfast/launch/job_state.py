@@ -9,22 +9,20 @@ from dataclasses import dataclass, field
 from holdfast.faults.plan import ENDS
 from holdfast.launch.duties import Duties
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
+from holdfast.records.lives import Attendance
 from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     CheckpointSaved,
     DeviceLost,
     FaultFired,
     Finished,
-    Left,
     Record,
     Recovered,
-    RunStarted,
     ScriptFailed,
     StepCommitted,
     WorkerEnded,
 )
 from holdfast.summary.event_lines import cause_of_death
-from holdfast.summary.lives import at_last_gate
 
 POISON_DEATHS = 3
 """Consecutive deaths at the same slice of the same step after which the samples are blamed, not the machine."""
@@ -82,19 +80,13 @@ class JobLost(Verdict):
 
 
 @dataclass(slots=True)
-class _Start:
+class _Start(Attendance):
     """State of one start of the job."""
 
     ranks: tuple[int, ...]
     processes: tuple[int, ...]
-    begun_s: dict[int, float] = field(default_factory=dict)
-    lost_s: dict[int, float] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
     waiting: dict[int, list[tuple[Record, BeaconPosition | None]]] = field(default_factory=dict)
-    ended: dict[int, WorkerEnded] = field(default_factory=dict)
-    finished: dict[int, Finished] = field(default_factory=dict)
-    failed: list[ScriptFailed] = field(default_factory=list)
     quiet: dict[int, tuple[int, float]] = field(default_factory=dict)
     in_vain: dict[int, tuple[int, float]] = field(default_factory=dict)
     connected: set[int] = field(default_factory=set)
@@ -232,21 +224,11 @@ class JobState:
         if record.t_s > start.lost_s.get(record.rank, record.t_s) and record.rank not in {f.rank for f in start.failed}:
             start.excused.add(record.rank)  # it was given up before, and noticed
         start.duties.apply(record)
+        start.note(record)
         match record:
-            case RunStarted():
-                start.begun_s[record.rank] = record.t_s
             case Recovered():
-                for rank in record.lost:
-                    start.lost_s.setdefault(rank, record.t_s)
                 self._let_in(record.joined)
-            case Left():
-                start.left.add(record.rank)
-            case Finished():
-                start.finished[record.rank] = record
-            case ScriptFailed():
-                start.failed.append(record)
             case WorkerEnded():
-                start.ended[record.rank] = record
                 if position is not None:
                     start.phases[record.rank] = position.phase
                 start.quiet.clear()  # workers that waited for it can continue, and get the full timeout again
@@ -434,11 +416,7 @@ class JobState:
 
     def differing(self) -> str:
         """Return how the replicas that finished differ; "" if they hold the same bits, or that is unknown."""
-        start = self._start
-        codes = {rank: end.exit_code for rank, end in start.ended.items()}
-        ends = at_last_gate(
-            start.finished.values(), begun_s=start.begun_s, codes=codes, gone=start.lost_s.keys() | start.left
-        ).values()
+        ends = self._start.at_last_gate().values()
         what = "weights" if len({word.sha256 for word in ends}) > 1 else "optimizer states"
         ranks: dict[str, list[int]] = {}
         for word in ends:

@@ -342,15 +342,15 @@ class Launcher:
 
     def _has_begun(self) -> bool:
         """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
-        return self._bus.begun is not None or (self._nodes is not None and self._nodes.slices > 0)
+        return self._bus.progress.first is not None or (self._nodes is not None and self._nodes.slices > 0)
 
     def _slices(self, start: JobStart) -> int:
         """Return the number of slices that the job began with; 0 leaves it to the workers that begin."""
         if self._nodes is not None and self._nodes.slices:
             return self._nodes.slices
         is_short = self._nodes is not None and len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
-        if self._bus.begun is not None:
-            return self._bus.begun.slices
+        if self._bus.progress.first is not None:
+            return self._bus.progress.first.slices
         return self._job.slices if self._restarts or is_short else self._job.settings.slices
 
     def _order(self) -> str:
@@ -358,7 +358,7 @@ class Launcher:
         if not self._restarts or self._job.settings.order != AUTO:
             return self._job.settings.order
         shared = "" if self._nodes is None else self._nodes.order
-        return shared or (AUTO if self._bus.begun is None else self._bus.begun.order)
+        return shared or (AUTO if self._bus.progress.first is None else self._bus.progress.first.order)
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
@@ -400,7 +400,7 @@ class Launcher:
 
     def _restart(self, lost: JobLost, ranks: tuple[int, ...]) -> Verdict | None:
         """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
-        stopping, distributed = self._stopping.is_requested, self._bus.is_distributed
+        stopping, distributed = self._stopping.is_requested, self._bus.progress.is_distributed
         is_blind = distributed and self._state.last_step < 0  # the script has no steps that Holdfast knows of
         refused = why_not_again(
             self._job,

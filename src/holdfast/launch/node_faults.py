@@ -77,7 +77,7 @@ class RandomKiller:
     def kill(self, attempt: JobAttempt) -> bool:
         """Kill the worker that is due; return whether one was killed."""
         run, now_s = self._run, self._run.clock.now_s()
-        if self._kills is None and run.job.mtbf_s and self._bus.has_committed:
+        if self._kills is None and run.job.mtbf_s and self._bus.progress.commit is not None:
             schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
             self._kills = KillSchedule(schedule, now_s)
         victim = None if self._kills is None else self._kills.due(now_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,22 +24,19 @@ from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
+from holdfast.records.progress import RunProgress
 from holdfast.records.queued import QueuedSink
 from holdfast.records.texts import named_ranks
 from holdfast.records.types import (
     FaultFired,
-    JobRestarted,
     Record,
     RunStarted,
     ScriptFailed,
-    StepCommitted,
     StragglerSeen,
     WorkerEnded,
     WorkerFenced,
 )
 from holdfast.summary.event_lines import EventFormatter, cause_of_death
-from holdfast.summary.history import is_distributed
-from holdfast.summary.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,27 +73,13 @@ class RecordBus:
         self._story = EventFormatter()
         self._file = FileRecorder(records_path(run.paths.run_dir, "launcher"))
         self._log = Logger(run.clock, lambda: (-1, -1), self._file)
-        self._status = RunStatus(alive={}, metrics={}, workers=len(run.job.ranks))
-        self._times = StepTimes()
+        self.progress = RunProgress()
+        self._waits_for = ""
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}
-        self.is_distributed = False
-        """Whether the script uses ``torch.distributed``, as far as is known."""
-
-        self.is_training = False
-        """Whether a step was committed in this start of the job."""
-
         self._is_merged = read_step(os.environ) is not None
         self.speaks = run.job.node_rank == 0 or run.others is None or not self._is_merged
         """Whether this launcher displays what concerns the whole job. ``srun`` merges the output of all: the first does."""
-
-        self.begun: RunStarted | None = None
-        """The record of the first start in which training began."""
-
-    @property
-    def has_committed(self) -> bool:
-        """Whether a step has been committed."""
-        return self._status.step > 0
 
     @property
     def is_explained(self) -> bool:
@@ -130,22 +112,12 @@ class RecordBus:
     def poll(self, record: Record, position: BeaconPosition | None = None) -> None:
         """Take one record; ``position`` is the last position of a worker that has ended."""
         self._run.state.apply(record, position)
+        self.progress.apply(record)
         for sink in self._run.sinks:
             sink.write(record)
         match record:
-            case RunStarted():
-                self.begun = self.begun or record
-                self._status = dataclasses.replace(self._status, planned=record.steps_planned)
-                self.is_distributed = is_distributed(record)
-                if self._run.nodes is not None:
-                    self._run.nodes.note_start(record.slices, record.order)
-            case JobRestarted():
-                self.is_training = False
-                self._times.begin()
-            case StepCommitted():
-                self.is_training = True
-                self._times.add(record.step, record.t_s)
-                self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
+            case RunStarted() if self._run.nodes is not None:
+                self._run.nodes.note_start(record.slices, record.order)
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
         if (line := run_aside("describing a record", lambda: self._story.format(record), None)) is not None:
@@ -175,19 +147,23 @@ class RecordBus:
 
     def show(self, alive: Mapping[int, int], waits_for: str = "") -> None:
         """Display the progress, with the PIDs of the workers, and what a job that does not train yet waits for."""
-        status = self._status
-        if waits_for != status.waits_for:
+        if waits_for != self._waits_for:
+            self._waits_for = waits_for
             note_wait(self._run.paths.run_dir, waits_for)
-        self._status = dataclasses.replace(
-            status,
+        progress = self.progress
+        status = RunStatus(
+            step=progress.step,
+            planned=progress.planned,
             alive=alive,
+            metrics=progress.metrics,
+            workers=len(self._run.job.ranks),
             workers_alive=len(self._run.state.workers_alive()),
             elapsed_s=self._run.clock.now_s(),
-            steps_per_s=self._times.steps_per_s,
-            left_s=self._times.left_s(status.planned - status.step) if status.planned else None,
+            steps_per_s=progress.steps_per_s,
+            left_s=progress.left_s,
             waits_for=waits_for,
         )
-        self._run.view.show(self._status)
+        self._run.view.show(status)
 
     def _report(self, records: Sequence[Record]) -> None:
         """Write records to the report directory, all at once: it may be on a slow network file system."""

@@ -86,7 +86,7 @@ class StopProcedure:
             return  # the other launchers may be asked to stop at the same time
         self._notified = self._run.state.is_stopping = True
         what = "the workers finish their step and save" if all_stop else "the workers of this node leave the job"
-        if self._bus.is_distributed:
+        if self._bus.progress.is_distributed:
             what = "the ranks receive SIGTERM"
         self._run.view.print_line(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop immediately)")
         if all_stop:
@@ -98,7 +98,7 @@ class StopProcedure:
         if self._at_once:
             return JobBroken("stopped immediately on a second request; nothing was saved")
         if self._by_s is not None and self._run.clock.now_s() > self._by_s:
-            what = "ranks did not end" if self._bus.is_distributed else "workers did not save"
+            what = "ranks did not end" if self._bus.progress.is_distributed else "workers did not save"
             return JobBroken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
         return None
 
@@ -109,7 +109,7 @@ class StopProcedure:
         shown would end the next start, too.
         """
         state = self._run.state
-        is_early = self.is_requested and not (state.has_begun or self._bus.is_distributed)
+        is_early = self.is_requested and not (state.has_begun or self._bus.progress.is_distributed)
         if not is_early or isinstance(verdict, JobCompleted | NodeDeparted):
             return verdict
         if isinstance(verdict, JobBroken) and (verdict.exit_code == 2 or (verdict.is_final and verdict.traceback)):

@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.records.lives import JobLife, LostWorker
+from holdfast.records.run_model import RunModel, model_of
 from holdfast.records.types import (
     ActionRequested,
-    CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,
     Finished,
@@ -22,11 +23,9 @@ from holdfast.records.types import (
     ScriptFailed,
     StragglerSeen,
     ValuesAltered,
+    WorkerRefused,
 )
 from holdfast.summary.goodput import goodput_of
-from holdfast.summary.history import History
-from holdfast.summary.lives import JobLife, LostWorker
-from holdfast.summary.platforms import workers_platforms
 
 SCHEMA = 1
 """Version of ``report.json``: existing keys keep their names and meanings, new keys may be added."""
@@ -65,7 +64,7 @@ def build_report(
         sinks: What else received the records while the job ran, such as a server of metrics: ``name``, and how many
             records it has ``taken``; ``dropped`` are those that its queue had no room for, or that it failed to take.
     """
-    history = History(records, started)
+    history = model_of(records, started)
     finished, timed = _finished(history), history.timed
     ends = finished.values()
     return {
@@ -79,7 +78,7 @@ def build_report(
         "wall_s": _seconds(wall_s),
         "train_s": _seconds(timed[-1].t_s - timed[0].t_s) if timed else None,
         "step_s": _step_s(history),
-        "goodput": _goodput(history, wall_s),
+        "goodput": _goodput(records, wall_s),
         "restarts": len(history.lives) - 1,
         **_happenings(history),
         "steps_redone": history.redone_steps,
@@ -88,9 +87,9 @@ def build_report(
         "lost": None if history.is_distributed else _lost(history),
         "replicas": _replicas(history, finished),
         "certificate": _certificate(history),
-        "platforms": workers_platforms(history),
+        "platforms": _platforms(history),
         "metrics": _metrics(history, finished),
-        "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
+        "checkpoints": None if history.is_distributed else history.num_saved,
         "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
         "error": _error(history.lives[-1]),
         "sinks": [dict(sink) for sink in sinks],
@@ -99,7 +98,7 @@ def build_report(
     }
 
 
-def _workers(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
+def _workers(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, Any]:
     return {
         "started": len(history.started),
         "ranks_started": sorted(history.started),
@@ -110,16 +109,16 @@ def _workers(history: History, finished: Mapping[int, Finished]) -> dict[str, An
     }
 
 
-def _goodput(history: History, wall_s: float) -> dict[str, Any] | None:
+def _goodput(records: Sequence[Record], wall_s: float) -> dict[str, Any] | None:
     """Return where the wall time went; None if that is unknown."""
-    spent = goodput_of(history.records, wall_s)
+    spent = goodput_of(records, wall_s)
     if spent is None:
         return None
     badput_s = {cause: _seconds(seconds) for cause, seconds in spent.badput_s.items()}
     return {"ratio": round(spent.ratio, 6), "useful_s": _seconds(spent.useful_s), "badput_s": badput_s}
 
 
-def _happenings(history: History) -> dict[str, Any]:
+def _happenings(history: RunModel) -> dict[str, Any]:
     """Return events at workers and at their parts, each kind a list ordered by time; the guard's findings last."""
     return {
         "failures": [_failure(failure, history) for failure in history.failures],
@@ -147,28 +146,28 @@ def _happenings(history: History) -> dict[str, Any]:
     }
 
 
-def _finished(history: History) -> dict[int, Finished]:
+def _finished(history: RunModel) -> dict[int, Finished]:
     """Return by rank the workers that passed the last gate and lived on, in the last life in which any worker did."""
     for life in reversed(history.lives):
-        if finished := life.at_last_gate(any_step=history.is_distributed):
+        if finished := life.attendance.at_last_gate(any_step=history.is_distributed):
             return finished
     return {}
 
 
-def _outcome(history: History, finished: Mapping[int, Finished]) -> str:
+def _outcome(history: RunModel, finished: Mapping[int, Finished]) -> str:
     if not finished or _script_failures(history.lives[-1]):
         return "failed"
     outcomes = {record.outcome for record in finished.values()}
     return next((o for o in ("gave-up", "stopped") if o in outcomes), "done")
 
 
-def _api(history: History) -> str | None:
+def _api(history: RunModel) -> str | None:
     if not history.of(RunStarted):
         return None
     return DISTRIBUTED if history.is_distributed else "session"
 
 
-def _configuration(history: History, seed: int) -> dict[str, Any]:
+def _configuration(history: RunModel, seed: int) -> dict[str, Any]:
     starts = history.of(RunStarted)
     names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale", "overlap_optimizer")
     more = ("steps_planned", "num_buckets", "parameters")
@@ -180,7 +179,7 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
     return configuration | dict.fromkeys(unknown)
 
 
-def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
+def _failure(failure: LostWorker, history: RunModel) -> dict[str, Any]:
     return {
         **_rounded(failure, "rank", "kind"),
         "step": failure.step if failure.step >= 0 else None,
@@ -193,7 +192,7 @@ def _failure(failure: LostWorker, history: History) -> dict[str, Any]:
     }
 
 
-def _unnoticed_s(failure: LostWorker, history: History) -> float | None:
+def _unnoticed_s(failure: LostWorker, history: RunModel) -> float | None:
     """Return the seconds to the detection of a failure that was not injected: from the worker's end, if that is known.
 
     Otherwise, as for a lost node, they count from the last committed step: the worker has died since.
@@ -233,7 +232,7 @@ def _restored(record: PartRestored) -> dict[str, Any]:
     }
 
 
-def _guard(history: History) -> dict[str, Any]:
+def _guard(history: RunModel) -> dict[str, Any]:
     """Return the guard's findings, their outcomes, and the number of steps recomputed because of them."""
     return {
         "found": [_rounded(r, "step", "t_s", "what", "where", "ranks", "policy") for r in history.of(CorruptionFound)],
@@ -250,7 +249,7 @@ def _flip(record: ValuesAltered) -> dict[str, Any]:
     return fields | {"values": [dict(value) for value in record.values]}
 
 
-def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, int | None]:
+def _samples(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, int | None]:
     if history.is_distributed:
         return dict.fromkeys(("planned", "committed", "lost", "repeated"))
     for record in finished.values():
@@ -259,12 +258,12 @@ def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, in
     return {
         "planned": (starts[0].samples_planned or None) if starts else None,  # unknown of a stream
         "committed": sum(record.samples for record in history.steps.values()),
-        "lost": len({(r.epoch, i) for r in history.of(SamplesLost) for i in r.ids}),
+        "lost": len(history.samples_lost),
         "repeated": None,  # known only from the ledger, which is written at the end
     }
 
 
-def _lost(history: History) -> list[dict[str, Any]]:
+def _lost(history: RunModel) -> list[dict[str, Any]]:
     losses = ((r.step, r.epoch, r.ids, r.buckets) for r in history.of(SamplesLost))
     return [
         {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
@@ -272,7 +271,7 @@ def _lost(history: History) -> list[dict[str, Any]]:
     ]
 
 
-def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
+def _replicas(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, Any]:
     records = list(finished.values())
     if not records or history.is_distributed:
         return {"identical": None, "sha256": None, "state_sha256": None}
@@ -283,7 +282,7 @@ def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, A
     }
 
 
-def _certificate(history: History) -> dict[str, Any] | None:
+def _certificate(history: RunModel) -> dict[str, Any] | None:
     """Return the last link and the steps it covers; None without a certificate."""
     steps = [record for record in history.steps.values() if record.link]
     if not steps:
@@ -291,7 +290,31 @@ def _certificate(history: History) -> dict[str, Any] | None:
     return {"link": steps[-1].link, "first_step": steps[0].step, "steps": len(steps)}
 
 
-def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, float | None]:
+def _platforms(history: RunModel) -> dict[str, Any] | None:
+    """Return the platforms, their workers, what differing ones gave up, and refused workers; None if not recorded.
+
+    ``promise`` is only there if GPUs were used: what holds of the bits, and why. ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.
+    """
+    starts = [record for record in history.of(RunStarted) if record.platform]
+    if not starts:
+        return None
+    platforms = {record.rank: dict(record.platform) for record in starts}
+    groups: list[dict[str, Any]] = []
+    for rank, platform in sorted(platforms.items()):
+        group = next((group for group in groups if group["platform"] == platform), None)
+        if group is None:
+            groups.append(group := {"ranks": [], "platform": platform})
+        group["ranks"].append(rank)
+    promises = sorted({platform["promise"] for platform in platforms.values() if "promise" in platform})
+    return {
+        "of": groups,
+        **({"promise": "; ".join(promises)} if promises else {}),
+        "given_up": next((record.given_up for record in starts if record.given_up), ""),
+        "refused": [{"rank": r.rank, "t_s": round(r.t_s, 6), "why": r.why} for r in history.of(WorkerRefused)],
+    }
+
+
+def _metrics(history: RunModel, finished: Mapping[int, Finished]) -> dict[str, float | None]:
     last: dict[str, float] = {}
     for record in history.steps.values():
         last |= record.metrics
@@ -302,8 +325,8 @@ def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, fl
 
 def _script_failures(life: JobLife) -> list[ScriptFailed]:
     """Return the failures that ended the job: not that of a newcomer that never took part, if others failed."""
-    took_part = {record.rank for record in life.of(RunStarted)}
-    return [record for record in life.of(ScriptFailed) if not took_part or record.rank in took_part or record.rank < 0]
+    took_part = life.attendance.begun_s
+    return [record for record in life.attendance.failed if not took_part or record.rank in took_part or record.rank < 0]
 
 
 def _error(life: JobLife) -> dict[str, Any] | None:
@@ -312,7 +335,7 @@ def _error(life: JobLife) -> dict[str, Any] | None:
     return None
 
 
-def _step_s(history: History) -> dict[str, float | None]:
+def _step_s(history: RunModel) -> dict[str, float | None]:
     times = sorted(history.step_times_s())
     return {"p50": _quantile(times, 0.50), "p99": _quantile(times, 0.99)}
 

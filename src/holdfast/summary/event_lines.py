@@ -31,7 +31,6 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.recovery.decisions import decision_of
-from holdfast.summary.history import is_distributed
 
 
 def cause_of_death(exit_code: int) -> str:
@@ -80,8 +79,8 @@ class EventFormatter:
     def _line(self, record: Record) -> tuple[tuple[object, ...], str | None]:
         match record:
             case RunStarted():
-                return ("start",), None if is_distributed(record) else _begin(record)
-            case StepCommitted() if self._started is not None and is_distributed(self._started):
+                return ("start",), None if record.is_distributed else _begin(record)
+            case StepCommitted() if self._started is not None and self._started.is_distributed:
                 # not earlier: a script without DistributedDataParallel "starts" when it ends
                 ranks = count(record.workers, "rank")
                 return ("start",), f"{ranks}: torch.distributed; all-reduces of DDP continue over the survivors"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from holdfast.records.lives import Recovery
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
@@ -23,8 +26,6 @@ from holdfast.records.types import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.summary.history import is_distributed
-from holdfast.summary.lives import largest
 
 CAUSES = {
     "start_up": "from the start of the launcher until training begins",
@@ -51,6 +52,8 @@ _DEATHS = ("kill", "segfault", "oom", "nodeloss", "gpu-error", "gpu-oom")
 """Kinds of injected faults that end a worker."""
 _STRAGGLES_S = 30.0
 """A worker that was reported as slow is taken for slow during this time; it is reported again if it stays slow."""
+SETTLED_S = 1.0
+"""Records of several workers arrive in any order; after so long, all of a moment are taken to be there."""
 _KEPT_STEPS = 1024
 """So many newest steps are known one by one. Of older ones, only those after which a checkpoint was saved: a restart goes
 back to no other."""
@@ -96,10 +99,9 @@ def goodput_of(records: Iterable[Record], wall_s: float) -> Goodput | None:
 
 
 @dataclass(slots=True)
-class _Outage:
+class _Outage(Recovery):
     """A recovery in progress: since the first survivor has detected a failure, or was held for newcomers."""
 
-    said: list[Recovered] = field(default_factory=list)
     rebuilt: list[Reinitialised] = field(default_factory=list)
     before: dict[str, float] = field(default_factory=dict)
     """Stall and detection, before that."""
@@ -130,6 +132,19 @@ class TimeAccount:
         self._generation = -1
         self._is_blind = False
         self._recoveries: list[tuple[float, dict[str, float]]] = []
+        self._unsettled: list[tuple[float, int, Record]] = []  # those of one moment in the order of their arrival
+        self._number = itertools.count()
+
+    def add(self, record: Record) -> None:
+        """Let a record wait for :meth:`settle`."""
+        heapq.heappush(self._unsettled, (record.t_s, next(self._number), record))
+
+    def settle(self, until_s: float) -> Iterator[Record]:
+        """Take the waiting records that are not newer than this, oldest first, and yield each after that."""
+        while self._unsettled and self._unsettled[0][0] <= until_s:
+            record = heapq.heappop(self._unsettled)[2]
+            self.take(record)
+            yield record
 
     def take(self, record: Record) -> None:
         """Take a record; it must not be older than the last one by more than their clocks differ."""
@@ -211,7 +226,7 @@ class TimeAccount:
     # --- training
 
     def _begin(self, record: RunStarted) -> None:
-        self._is_blind = self._is_blind or is_distributed(record)
+        self._is_blind = self._is_blind or record.is_distributed
         if self._state == "training":
             return  # another worker, or a newcomer
         redone_s = self._discard(record.step) if self._state == "restart" else 0.0
@@ -322,16 +337,12 @@ class TimeAccount:
         outage, self._outage = self._outage, None
         if outage is None:
             return
-        decisions, parts = outage.said, outage.before
-        if decisions:
-            parts |= _split(
-                self._elapse(decisions[-1].t_s), largest(record.times_s for record in decisions), outage.rebuilt
-            )
-            counts = decisions[0].decision in ("continue", "grow") or not max(
-                record.redone_steps for record in decisions
-            )
+        parts = outage.before
+        if outage.said:
+            parts |= _split(self._elapse(outage.last_s), outage.times_s, outage.rebuilt)
+            counts = outage.said[0].decision in ("continue", "grow") or not outage.redone_steps
             redone_s = self._count(outage.work_s, counts=counts)
-            redone_s += self._discard(max(record.step for record in decisions))
+            redone_s += self._discard(max(record.step for record in outage.said))
         else:
             parts["agreement"] = self._elapse(to_s)
             redone_s = self._count(outage.work_s, counts=False)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.observe.time_order import SETTLED_S, TimeOrder
 from holdfast.records.types import FailureSeen, FaultFired, JobRestarted, Record, Recovered, RunStarted, WorkerEnded
-from holdfast.summary.goodput import RECOVERY_PARTS, TimeAccount
+from holdfast.summary.goodput import RECOVERY_PARTS, SETTLED_S, TimeAccount
 
 Attributes = Mapping[str, str | int | float | tuple[int, ...]]
 
@@ -50,20 +49,18 @@ class RecoveryTrace:
     """Finds the recoveries of a run in its records, while it runs."""
 
     def __init__(self) -> None:
-        self._unsettled = TimeOrder()
         self._account = TimeAccount()
         self._attributes: dict[str, str | int | float | tuple[int, ...]] = {}
         self._interrupted: RecoverySpan | None = None  # until the launcher had decided to restart the job
 
     def take(self, record: Record) -> None:
         """Take a record; it counts when no older one can arrive any more."""
-        self._unsettled.add(record)
+        self._account.add(record)
 
     def settle(self, now_s: float) -> list[RecoverySpan]:
         """Return the recoveries that have become known; ``now_s`` is the time since the launcher started."""
         spans: list[RecoverySpan] = []
-        for record in self._unsettled.until(now_s - SETTLED_S):
-            self._account.take(record)
+        for record in self._account.settle(now_s - SETTLED_S):
             spans += self._new_spans()
             if isinstance(record, JobRestarted) and spans:
                 self._interrupted = spans.pop()

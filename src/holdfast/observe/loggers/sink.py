@@ -14,7 +14,6 @@ from holdfast.observe.loggers.steps import LoggedStep, StepOrder
 from holdfast.records.paths import media_dir
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import Finished, HistogramLogged, ImageLogged, Record, RunStarted, StepCommitted
-from holdfast.summary.history import is_distributed
 
 EVERY_S = 1.0
 """Steps are written this often."""
@@ -96,7 +95,7 @@ class LoggerSink:
             match record:
                 case RunStarted() if self._first is None:
                     self._first = record.step
-                    if is_distributed(record):
+                    if record.is_distributed:
                         self._say(f"{self.name} gets nothing: steps of a torch.distributed script have no metrics")
                 case StepCommitted():
                     self._order.add(_as_logged(record, self._run))

@@ -211,7 +211,7 @@ class Dashboard:
             stopping.request()
             return "the job stops; its workers finish their step and save"
         check_names(asked.action, asked.values, CHANGE_ACTIONS[asked.action])
-        if bus.is_distributed and asked.action != "scale":
+        if bus.progress.is_distributed and asked.action != "scale":
             raise Refused("a script of torch.distributed sets its own learning rate, batches and checkpoints")
         changes = {"save": True} if asked.action == "save" else dict(asked.values)
         request_changes(self._running, from_dashboard=True, **changes)

@@ -13,12 +13,12 @@ import json
 import math
 import ssl
 import urllib.parse
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.records.progress import RunProgress
 from holdfast.records.queued import NotTaken
 from holdfast.records.types import JobRestarted, Record, Recovered, RunStarted, StepCommitted
 
@@ -29,8 +29,8 @@ EVERY_S = 5.0
 LONGEST_S = 60.0
 """Longest time between two reports to a server that does not take them."""
 _TIMEOUT_S = 5.0
-_WINDOW = 100
-"""Steps from which the remaining time is estimated."""
+_SHOWN = (RunStarted, StepCommitted, JobRestarted)
+"""Records that change the status, besides those of a loss."""
 _MOST_METRICS, _LONGEST_TEXT = 256, 64
 """Trainer refuses reports with more."""
 
@@ -76,16 +76,17 @@ class ProgressReporter:
         self._host, self._port = place.hostname, place.port or 443
         self._path = place.path or "/"
         self._ca_cert, self._token, self._every_s = ca_cert, token, every_s
-        self._progress = _Progress()
+        self._progress = RunProgress()
         self.pause_s = 0.0
 
     def take(self, records: Sequence[Record]) -> None:
         """Report what has changed; NotTaken says why the report did not arrive."""
-        changed = [self._progress.take(record) for record in records]
-        if not any(changed):
+        for record in records:
+            self._progress.apply(record)
+        if not any(isinstance(r, _SHOWN) or (isinstance(r, Recovered) and r.lost) for r in records):
             self.pause_s = 0.0
             return
-        if why := self._report(self._progress.status()):
+        if why := self._report(status_of(self._progress)):
             self.pause_s = min(2 * max(self.pause_s, self._every_s), LONGEST_S)
             raise NotTaken(why)
         self.pause_s = self._every_s
@@ -116,55 +117,18 @@ class ProgressReporter:
             return f"the token in {self._token} is not one line of text"
 
 
-class _Progress:
-    """What is known of the progress of a job."""
-
-    def __init__(self) -> None:
-        self._planned = 0
-        self._done = 0
-        self._recoveries: set[tuple[int, int]] = set()
-        self._workers = 0
-        self._metrics: Mapping[str, float] = {}
-        self._commits: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
-
-    def take(self, record: Record) -> bool:
-        """Take a record; return whether it changes the status."""
-        match record:
-            case JobRestarted():
-                self._commits.clear()
-            case RunStarted():
-                self._planned, self._workers = record.steps_planned, record.workers
-                if not self._commits:  # the job begins, maybe at a checkpoint; every worker says so
-                    self._done = max(0, record.step)
-            case StepCommitted():
-                self._done, self._workers, self._metrics = record.step + 1, record.workers, record.metrics
-                self._commits.append((record.t_s, record.step))
-            case Recovered() if record.lost:
-                self._recoveries.add((record.generation, record.step))
-            case _:
-                return False
-        return True
-
-    def status(self) -> dict[str, Any]:
-        """Return the status in Kubeflow's words, without the time."""
-        counts = {"step": self._done, "workers": self._workers, "recoveries": len(self._recoveries)}
-        metrics = {name[:_LONGEST_TEXT]: f"{value:.6g}" for name, value in self._metrics.items() if name}
-        metrics = dict(list(metrics.items())[: _MOST_METRICS - len(counts)])
-        metrics |= {name: str(value) for name, value in counts.items()}
-        status: dict[str, Any] = {"metrics": [{"name": name, "value": value} for name, value in metrics.items()]}
-        if self._planned:  # a stream has no end that is known
-            status["progressPercentage"] = min(100, 100 * self._done // self._planned)
-            if (left_s := self._left_s()) is not None:
-                status["estimatedRemainingSeconds"] = left_s
-        return status
-
-    def _left_s(self) -> int | None:
-        if len(self._commits) < 2:
-            return None
-        (first_s, first), (last_s, last) = self._commits[0], self._commits[-1]
-        if last <= first:
-            return None
-        return max(0, round((self._planned - self._done) * (last_s - first_s) / (last - first)))
+def status_of(progress: RunProgress) -> dict[str, Any]:
+    """Return the status in Kubeflow's words, without the time."""
+    counts = {"step": progress.step, "workers": progress.workers, "recoveries": len(progress.recoveries)}
+    metrics = {name[:_LONGEST_TEXT]: f"{value:.6g}" for name, value in progress.metrics.items() if name}
+    metrics = dict(list(metrics.items())[: _MOST_METRICS - len(counts)])
+    metrics |= {name: str(value) for name, value in counts.items()}
+    status: dict[str, Any] = {"metrics": [{"name": name, "value": value} for name, value in metrics.items()]}
+    if progress.planned:  # a stream has no end that is known
+        status["progressPercentage"] = min(100, 100 * progress.step // progress.planned)
+    if (left_s := progress.left_s) is not None:
+        status["estimatedRemainingSeconds"] = round(left_s)
+    return status
 
 
 def _now() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from holdfast.observe.monitor.lanes import GONE, Lanes
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.slices import SliceShares
+from holdfast.records.progress import RunProgress
 from holdfast.records.types import (
     CorruptionFound,
     DeviceLost,
@@ -40,21 +41,17 @@ class Membership:
     """
 
     def __init__(self, lanes: Lanes, recoveries: Recoveries, started: Sequence[int], spares: Sequence[int]) -> None:
-        self.lanes, self.recoveries = lanes, recoveries
+        self.lanes, self.recoveries, self.progress = lanes, recoveries, RunProgress()
         self.wanted = len(started)
         """Workers that should share the work."""
-        self.restarts = 0
         self.steps_redone = 0
         self.is_recovering = False
         """A failure was detected, and no step was committed since."""
-        self.is_starting = True
-        """No step was committed since the start, or since the job was restarted."""
         self.outcome = ""
         self.error = ""
         self._causes: dict[int, str] = {}
         self._left: set[int] = set()
         self._redone: dict[int, int] = {}  # by number of the recovery
-        self._committed = -1
         self._resumes_after: int | None = None  # the last step before a restart
         self._restarted_s = float("-inf")
         self._is_virtual = False
@@ -68,12 +65,11 @@ class Membership:
         """Return why a worker was lost, "" if it is not known."""
         return self._causes.get(rank, "")
 
-    def take(self, record: Record) -> None:
-        """Take a record."""
+    def take(self, record: Record) -> bool:
+        """Take a record; return whether it commits a step that was not known."""
         match record:
             case StepCommitted():
-                self._committed = max(self._committed, record.step)
-                self.is_recovering = self.is_starting = False
+                self.is_recovering = False
                 self.recoveries.resume()
                 self._find_at_work((record.rank,), record.t_s)
             case RunStarted():
@@ -97,6 +93,7 @@ class Membership:
                 self._explain(record.rank, f"exception: {record.message}")
             case _:
                 self._note(record)
+        return self.progress.apply(record)  # last: what restarts also means depends on the steps before it
 
     def _note(self, record: Record) -> None:
         """Take a record that changes no membership."""
@@ -141,16 +138,17 @@ class Membership:
         if self._resumes_after is not None:
             self.steps_redone += max(0, self._resumes_after - record.step + 1)
             self._resumes_after = None
-        if not self.is_starting and record.rank not in self.lanes.by_rank:
+        is_starting = not self.progress.is_training
+        if not is_starting and record.rank not in self.lanes.by_rank:
             self.lanes.lane(record.rank, "joining", record.t_s)
             return  # it trains once the others have admitted it
-        if self.is_starting:  # all workers of this start are known before its first step
+        if is_starting:  # all workers of this start are known before its first step
             initial = sorted({*self.lanes.alive(), record.rank})[: record.workers]
             self._shares, self._shared_among = SliceShares(record, initial), ()
         ranks = range(record.workers) if self._is_virtual else (record.rank,)
         alive = sorted({*self.lanes.alive(), *ranks})
         for rank in ranks:
-            self.lanes.lane(rank, "starting", min(self._restarted_s, record.t_s) if self.restarts else 0.0)
+            self.lanes.lane(rank, "starting", min(self._restarted_s, record.t_s) if self.progress.restarts else 0.0)
             place = alive.index(rank)
             self.lanes.enter(rank, "training" if place < self.wanted else "spare", record.t_s)
 
@@ -250,13 +248,13 @@ class Membership:
             self.steps_redone += record.redone_steps - before
 
     def _restart(self, record: JobRestarted) -> None:
-        if record.restart <= self.restarts:
+        if record.restart <= self.progress.restarts:
             return
-        self.restarts, self._restarted_s = record.restart, record.t_s
+        self._restarted_s = record.t_s
         gone = [rank for rank in self.lanes.alive() if rank not in record.workers]
         self.recoveries.restart(record, tuple(gone))
-        self._resumes_after = self._committed + 1
-        self.is_recovering, self.is_starting, self.outcome = False, True, ""
+        self._resumes_after = self.progress.highest + 1
+        self.is_recovering, self.outcome = False, ""
         self._shares = None
         for rank in gone:
             self._lose(rank, record.t_s, record.step)

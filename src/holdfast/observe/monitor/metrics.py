@@ -8,32 +8,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.observe.time_order import SETTLED_S, TimeOrder
+from holdfast.observe.monitor.thinning import Thinning
+from holdfast.records.run_model import RunModel
 from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
-    FailureSeen,
-    FaultFired,
-    HistogramLogged,
-    ImageLogged,
-    JobRestarted,
     Left,
     Record,
-    Recovered,
     RunStarted,
-    SamplesLost,
-    StateHashed,
-    StepCommitted,
     StragglerSeen,
-    WorkerEnded,
 )
-from holdfast.summary.goodput import RECOVERY_PARTS, TimeAccount
-from holdfast.summary.history import History
+from holdfast.summary.goodput import RECOVERY_PARTS, SETTLED_S, TimeAccount
 
 BUCKETS_S = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper bounds of the buckets of all histograms, in seconds."""
-_MOST_SEEN = 8
-"""Survivors whose detection of a failure is kept: the first ones say when it was detected first."""
 _MOST_METRICS = 64
 """Values that the script logged, of which each becomes a time series."""
 
@@ -123,7 +111,7 @@ Value = float | Mapping[str, float] | Observations | Mapping[str, Observations]
 
 
 class RunMetrics:
-    """Keeps what metrics need of the records: all about events, of steps only those beside an event.
+    """The metrics of a run so far: those of a thin model, and of the account of its time.
 
     Args:
         started: Ranks of the initial job, without spares.
@@ -131,17 +119,10 @@ class RunMetrics:
     """
 
     def __init__(self, started: Sequence[int], epoch_s: float) -> None:
-        self._started, self._epoch_s = started, epoch_s
-        self._unsettled = TimeOrder()
+        self._epoch_s = epoch_s
         self._account = TimeAccount()
-        self._events = _Events()
-        self._history: History | None = None
-        self._alive: set[int] = set()
-        self._run: RunStarted | None = None
-        self._commit: StepCommitted | None = None
-        self._saved: CheckpointSaved | None = None
-        self._steps = self._samples = self._redone = 0
-        self._samples_lost: set[tuple[int, int]] = set()
+        self._model = RunModel(started, Thinning())
+        self._redone = 0
         self._held_s = Observations()
         self._recovery_s = {part: Observations() for part in RECOVERY_PARTS}
         self._counted: dict[tuple[str, str], float] = {}
@@ -149,7 +130,7 @@ class RunMetrics:
 
     def take(self, record: Record) -> None:
         """Take a record; it counts when no older one can arrive any more."""
-        self._unsettled.add(record)
+        self._account.add(record)
 
     def close(self, end_s: float) -> None:
         """Take the end of the run: all records have arrived."""
@@ -169,7 +150,7 @@ class RunMetrics:
             "holdfast_running": 0.0 if self._end_s is not None else 1.0,
             "holdfast_run_seconds": spent.wall_s,
             "holdfast_recovery_seconds": self._recovery_s,
-            "holdfast_workers_alive": len(self._alive),
+            "holdfast_workers_alive": len(self._model.alive),
             **self._of_steps(),
             **self._of_checkpoints(),
         }
@@ -194,11 +175,10 @@ class RunMetrics:
         return counts if metric.label else counts[""]
 
     def _settle(self, until_s: float) -> None:
-        for record in self._unsettled.until(until_s):
-            self._account.take(record)
-            self._apply(record)
-            if self._events.add(record):
-                self._history = None
+        for record in self._account.settle(until_s):
+            self._model.apply(record)
+            if isinstance(record, CheckpointSaved):
+                self._held_s.add(record.seconds)
 
     def _note_recoveries(self) -> None:
         for _, parts in self._account.new_recoveries():
@@ -206,126 +186,43 @@ class RunMetrics:
                 if seconds > 0:
                     self._recovery_s[part].add(seconds)
 
-    def _apply(self, record: Record) -> None:
-        match record:
-            case RunStarted():
-                self._run = record
-                self._alive |= set(range(record.workers)) if record.fabric == "virtual" else {record.rank}
-            case StepCommitted():
-                if record.step > self._events.highest:
-                    self._steps, self._samples = self._steps + 1, self._samples + record.samples
-                if self._commit is None or record.t_s > self._commit.t_s:
-                    self._commit = record
-            case SamplesLost():
-                self._samples_lost |= {(record.epoch, number) for number in record.ids}
-            case CheckpointSaved():
-                self._saved = record
-                self._held_s.add(record.seconds)
-            case Recovered():
-                self._alive = set(record.survivors)
-            case WorkerEnded():
-                is_virtual = self._run is not None and self._run.fabric == "virtual"
-                self._alive -= self._alive if is_virtual else {record.rank}
-            case JobRestarted():
-                self._alive = set()
-
     def _of_steps(self) -> dict[str, Value]:
+        progress = self._model.progress
         values: dict[str, Value] = {
-            "holdfast_steps_total": self._steps,
-            "holdfast_samples_total": self._samples,
-            "holdfast_samples_lost_total": len(self._samples_lost),
+            "holdfast_steps_total": progress.num_steps,
+            "holdfast_samples_total": progress.num_samples,
+            "holdfast_samples_lost_total": len(self._model.samples_lost),
         }
-        if self._run is not None:
-            values["holdfast_steps_planned"] = self._run.steps_planned
-        if self._commit is not None:
-            values["holdfast_step"] = self._commit.step
-            values["holdfast_last_step_timestamp_seconds"] = self._epoch_s + self._commit.t_s
-            values["holdfast_training_metric"] = dict(list(self._commit.metrics.items())[:_MOST_METRICS])
+        if progress.start is not None:
+            values["holdfast_steps_planned"] = progress.planned
+        if progress.commit is not None:
+            values["holdfast_step"] = progress.commit.step
+            values["holdfast_last_step_timestamp_seconds"] = self._epoch_s + progress.commit.t_s
+            values["holdfast_training_metric"] = dict(list(progress.metrics.items())[:_MOST_METRICS])
         return values
 
     def _of_checkpoints(self) -> dict[str, Value]:
         values: dict[str, Value] = {"holdfast_checkpoint_held_seconds": self._held_s}
-        if self._saved is not None:
-            values["holdfast_checkpoint_size_bytes"] = self._saved.size_bytes
-            values["holdfast_checkpoint_step"] = self._saved.step
-            values["holdfast_last_checkpoint_timestamp_seconds"] = self._epoch_s + self._saved.t_s
+        if (saved := self._model.saved) is not None:
+            values["holdfast_checkpoint_size_bytes"] = saved.size_bytes
+            values["holdfast_checkpoint_step"] = saved.step
+            values["holdfast_last_checkpoint_timestamp_seconds"] = self._epoch_s + saved.t_s
         return values
 
     def _of_history(self, now_s: float) -> dict[str, Value]:
-        """Return what the report computes from all records, from those that were kept."""
-        history = self._history = self._history or History(self._events.kept, self._started)
-        outages = {each.recovery: each.recover_s for each in history.failures if each.recover_s is not None}
-        if history.lives[-1].number == 0 or history.lives[-1].of(RunStarted):  # else it is not known where it resumes
-            self._redone = history.redone_steps
+        """Return what the report says of the same model."""
+        model = self._model
+        outages = {each.recovery: each.recover_s for each in model.failures if each.recover_s is not None}
+        if model.lives[-1].number == 0 or model.lives[-1].of(RunStarted):  # else it is not known where it resumes
+            self._redone = model.redone_steps
         return {
             "holdfast_steps_redone_total": self._redone,
-            "holdfast_failures_total": Counter(failure.kind for failure in history.failures),
-            "holdfast_restarts_total": len(history.lives) - 1,
-            "holdfast_joins_total": len(history.joined),
-            "holdfast_leaves_total": len(history.of(Left)),
-            "holdfast_stragglers_total": len(history.of(StragglerSeen)),
-            "holdfast_corruptions_total": Counter(finding.what for finding in history.of(CorruptionFound)),
+            "holdfast_failures_total": Counter(failure.kind for failure in model.failures),
+            "holdfast_restarts_total": len(model.lives) - 1,
+            "holdfast_joins_total": len(model.joined),
+            "holdfast_leaves_total": len(model.of(Left)),
+            "holdfast_stragglers_total": len(model.of(StragglerSeen)),
+            "holdfast_corruptions_total": Counter(finding.what for finding in model.of(CorruptionFound)),
             "holdfast_outage_seconds": Observations(outages.values()),
-            "holdfast_workers_wanted": history.workers_wanted(now_s),
+            "holdfast_workers_wanted": model.workers_wanted(now_s),
         }
-
-
-_NO_HISTORY = (StateHashed, ImageLogged, HistogramLogged, CheckpointSaved)
-"""Records of undisturbed training that a history does not need: a long run has many."""
-
-
-class _Events:
-    """The records that a history needs: of undisturbed steps in a row, and of what all survivors say, only a few."""
-
-    def __init__(self) -> None:
-        self.kept: list[Record] = []
-        self.highest = -1
-        """The highest step that was committed."""
-        self._is_loose = False  # whether the last record is of a step that the next step replaces
-        self._is_redoing = False
-        self._seen: list[int] = []  # survivors whose detection of the last failure was kept
-        self._generation = self._seen_after = -1  # of the last kept decision, and of the one before these detections
-        self._awaited: set[int] = set()  # steps in progress at a failure, whose next commits end outages
-
-    def add(self, record: Record) -> bool:
-        """Add a record; return whether anything but the last undisturbed step changes."""
-        if isinstance(record, _NO_HISTORY):
-            return False
-        if not isinstance(record, StepCommitted):
-            return self._add_event(record)
-        is_past = self._is_redoing and record.step > self.highest
-        is_needed = is_past or record.step in self._awaited or not self._follows_step()
-        self._is_redoing = record.step <= self.highest
-        self.highest = max(self.highest, record.step)
-        self._awaited.discard(record.step)
-        if self._is_loose and not is_needed:
-            self.kept[-1] = record
-            return False
-        self.kept.append(record)
-        self._is_loose = not is_needed
-        return True
-
-    def _add_event(self, record: Record) -> bool:
-        if isinstance(record, FailureSeen | FaultFired):
-            self._awaited.add(record.step)
-        if isinstance(record, FailureSeen):
-            if self._seen_after != self._generation:  # the next failure
-                self._seen, self._seen_after = [], self._generation
-            if len(self._seen) >= _MOST_SEEN:
-                return False
-            self._seen.append(record.rank)
-        elif isinstance(record, Recovered):
-            is_new = (
-                record.generation != self._generation or record.decision == "heal"
-            )  # which needs no new communicator
-            if not is_new and record.rank not in self._seen:
-                return False
-            self._generation = record.generation
-        elif isinstance(record, JobRestarted):
-            self._generation, self._seen_after, self._seen = -1, -1, []
-        self.kept.append(record)
-        self._is_loose = False
-        return True
-
-    def _follows_step(self) -> bool:
-        return bool(self.kept) and isinstance(self.kept[-1], StepCommitted)

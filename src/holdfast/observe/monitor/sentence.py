@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from holdfast.base.formatting import count, listing, number, seconds
 from holdfast.observe.monitor.membership import Membership
-from holdfast.observe.monitor.pace import RunPace
 
 _MOST_NAMED = 4
 
@@ -28,47 +27,46 @@ class Ended:
     outcome: str = ""
 
 
-def level_and_sentence(members: Membership, pace: RunPace, ended: Ended | None) -> tuple[str, str]:
+def level_and_sentence(members: Membership, ended: Ended | None) -> tuple[str, str]:
     """Return the level and the sentence.
 
     Args:
         members: The workers.
-        pace: The steps.
         ended: How the run ended, None while it runs.
     """
     if ended is not None:
-        return _of_end(members, pace, ended)
-    lanes = members.lanes
+        return _of_end(members, ended)
+    lanes, progress = members.lanes, members.progress
     training, starting = lanes.count("training", "recovering"), lanes.count("starting")
-    if members.is_starting and (starting or not training):
+    if not progress.is_training and (starting or not training):
         ready = training + lanes.count("spare")
-        what = f"Restarting the job, restart {members.restarts}" if members.restarts else "Starting"
+        what = f"Restarting the job, restart {progress.restarts}" if progress.restarts else "Starting"
         if not ready + starting:
             return "busy", f"{what}: no worker is ready."
         return "busy", f"{what}: {ready} of {count(ready + starting, 'worker')} ready."
     if not training:
         return ("done", "The workers have finished.") if members.outcome else ("bad", "No worker is training.")
     if members.is_recovering and (lanes.count("recovering") or members.recoveries.rows):
-        return "busy", _of_recovery(members, pace)
-    of = f" of {number(pace.planned)}" if pace.planned else ""
+        return "busy", _of_recovery(members)
+    of = f" of {number(progress.planned)}" if progress.planned else ""
     wanted = max(members.wanted, 1)
     workers = count(training, "worker") if training >= wanted else f"{training} of {count(wanted, 'worker')}"
     more = f"; {count(starting, 'worker')} starting" if starting else ""
-    return "good" if training >= wanted else "warning", f"Training: step {number(pace.step)}{of}, {workers}{more}."
+    return "good" if training >= wanted else "warning", f"Training: step {number(progress.step)}{of}, {workers}{more}."
 
 
-def _of_recovery(members: Membership, pace: RunPace) -> str:
+def _of_recovery(members: Membership) -> str:
     if members.lanes.count("recovering"):
-        return f"Recovering at step {number(pace.step)}: a worker has failed, and the survivors agree on what to do."
+        return f"Recovering at step {number(members.progress.step)}: a worker has failed, and the survivors agree on what to do."
     row = members.recoveries.rows[-1]
     lost = _ranks(row.lost)
     what = f"after the loss of {lost}" if row.lost else "after a change of the membership"
     return f"Resuming at step {number(row.step)} {what}."
 
 
-def _of_end(members: Membership, pace: RunPace, ended: Ended) -> tuple[str, str]:
+def _of_end(members: Membership, ended: Ended) -> tuple[str, str]:
     lost = members.lanes.count("lost")
-    after = f"after {count(pace.step, 'step')} in {seconds(ended.end_s)}"
+    after = f"after {count(members.progress.step, 'step')} in {seconds(ended.end_s)}"
     outcome = ended.outcome or members.outcome or "failed"
     if ended.exit_code not in (None, 0, 4):
         outcome = "failed"

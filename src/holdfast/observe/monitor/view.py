@@ -17,28 +17,26 @@ from typing import Any
 
 from holdfast.base.formatting import seconds
 from holdfast.observe.monitor.checkpoints import Checkpoints
+from holdfast.observe.monitor.curves import Curves
 from holdfast.observe.monitor.event_list import EventList, corruption_line
 from holdfast.observe.monitor.lanes import Lanes
 from holdfast.observe.monitor.membership import Membership
-from holdfast.observe.monitor.pace import RunPace
 from holdfast.observe.monitor.recoveries import Recoveries
 from holdfast.observe.monitor.sentence import Ended, level_and_sentence
-from holdfast.observe.time_order import SETTLED_S, TimeOrder
 from holdfast.records.queued import SinkCount
 from holdfast.records.types import (
     CorruptionFound,
     CorruptionHealed,
-    FailureSeen,
     Finished,
-    JobRestarted,
     Record,
     Recovered,
     RunStarted,
+    SamplesLost,
     ScriptFailed,
     StateHashed,
     StepCommitted,
 )
-from holdfast.summary.goodput import CAUSES, Goodput, TimeAccount
+from holdfast.summary.goodput import CAUSES, SETTLED_S, Goodput, TimeAccount
 
 MOST_FINDINGS = 100
 """The last findings of the guard that are kept."""
@@ -101,13 +99,13 @@ class LiveState:
         self._recoveries = Recoveries(self._stamp)
         self._events = EventList(self._stamp)
         self._members = Membership(self._lanes, self._recoveries, info.started, info.spares)
-        self._pace = RunPace()
+        self._progress = self._members.progress
+        self._curves = Curves()
         self._account = TimeAccount()
-        self._unsettled = TimeOrder()
         self._newest_s = 0.0
-        self._start: RunStarted | None = None
         self._checkpoints = Checkpoints(self._stamp)
         self._findings: deque[dict[str, Any]] = deque(maxlen=MOST_FINDINGS)
+        self._samples_lost: set[tuple[int, int]] = set()
         self._checks = 0
         self._drawn_s = float("-inf")
         self._certified: tuple[int, int, str] | None = None  # first and last step, and the link of the last
@@ -148,7 +146,7 @@ class LiveState:
             for record in records:
                 self._apply(record)
                 if not isinstance(record, StateHashed):
-                    self._unsettled.add(_slim(record))
+                    self._account.add(_slim(record))
                     self._newest_s = max(self._newest_s, record.t_s)
             self._settle(self._newest_s - SETTLED_S)
 
@@ -206,8 +204,7 @@ class LiveState:
             self._touch("run")
 
     def _settle(self, until_s: float) -> None:
-        for record in self._unsettled.until(until_s):
-            self._account.take(record)
+        for _ in self._account.settle(until_s):
             self._explain()
 
     def _explain(self) -> None:
@@ -216,29 +213,25 @@ class LiveState:
             self._recoveries.explain(ended_s, parts)
 
     def _apply(self, record: Record) -> None:
-        self._members.take(record)
+        is_new_step = self._members.take(record)
         self._events.take(record)
         self._checkpoints.take(record)
         match record:
-            case RunStarted() if self._start is None:
-                self._start = record
-                self._pace.begin(record)
+            case RunStarted() if record is self._progress.first:
+                self._curves.begin(record)
                 self._touch("run")
-            case StepCommitted():
+            case StepCommitted() if is_new_step:
                 self._commit(record)
-            case JobRestarted() | Recovered() | FailureSeen():
-                self._pace.interrupt(record)
             case CorruptionFound() | CorruptionHealed():
                 self._findings.append({"t_s": round(record.t_s, 4), "text": corruption_line(record)})
                 self._touch("integrity")
+            case SamplesLost():
+                self._samples_lost |= {(record.epoch, number) for number in record.ids}
             case ScriptFailed() | Finished():
                 self._touch("run")
-            case _:
-                self._pace.note(record)
 
     def _commit(self, record: StepCommitted) -> None:
-        if not self._pace.commit(record):
-            return
+        self._curves.add(record)
         self._stamp()
         if record.t_s - self._drawn_s >= SERIES_S:
             self._drawn_s = record.t_s
@@ -277,7 +270,7 @@ class LiveState:
         state: dict[str, Any] = {"now_s": round(now_s, 3), **self._brief(now_s, ended), **self._rows(since)}
         sections: dict[str, Callable[[], Any]] = {
             "run": self._run,
-            "series": self._pace.series_rows,
+            "series": self._curves.as_rows,
             "integrity": self._integrity,
             "sinks": self._sink_rows,
         }
@@ -286,7 +279,7 @@ class LiveState:
 
     def _brief(self, now_s: float, ended: Ended | None) -> dict[str, Any]:
         """Return the sections that change all the time."""
-        level, sentence = level_and_sentence(self._members, self._pace, ended)
+        level, sentence = level_and_sentence(self._members, ended)
         if self.silent_s > SILENT_S and not self.is_over:
             level, sentence = "warning", f"Nothing was written for {seconds(self.silent_s)}. Before: {sentence}"
         spent = self._spent or self._account.now(max(0.0, now_s))
@@ -295,9 +288,17 @@ class LiveState:
             badput_s = {cause: round(seconds, 6) for cause, seconds in spent.badput_s.items()}
             goodput = {"wall_s": round(spent.wall_s, 6), "useful_s": round(spent.useful_s, 6)}
             goodput |= {"ratio": round(spent.ratio, 6), "badput_s": badput_s}
-        progress = self._pace.progress() | {
+        run = self._progress
+        rate, left_s = run.steps_per_s, run.left_s
+        progress = {
+            "step": run.step,
+            "planned": run.planned,
+            "steps_per_s": None if rate is None else round(rate, 3),
+            "eta_s": None if left_s is None else round(left_s, 1),
+            "samples": run.num_samples,
+            "samples_lost": len(self._samples_lost),
             "steps_redone": self._members.steps_redone,
-            "restarts": self._members.restarts,
+            "restarts": run.restarts,
         }
         return {"state": {"level": level, "sentence": sentence}, "progress": progress, "goodput": goodput}
 
@@ -310,7 +311,7 @@ class LiveState:
         changed = [lane for lane in lanes if lane.version > since]
         shown = lanes if is_few else changed
         rows = {
-            "workers": self._lanes.workers(shown, self._pace.step),
+            "workers": self._lanes.workers(shown, self._progress.step),
             "lanes": self._lanes.lanes(changed),
             "recoveries": self._recoveries.as_rows(since, self._members.cause_of),
             "checkpoints": self._checkpoints.as_rows(since),
@@ -321,7 +322,7 @@ class LiveState:
         return {name: section for name, section in rows.items() if section or since < 0}
 
     def _run(self) -> dict[str, Any]:
-        info, start = self.info, self._start
+        info, start = self.info, self._progress.first
         of_start = {name: getattr(start, name, "") for name in ("strategy", "fabric", "order")}
         is_over, ended = self._is_over, self._ended
         return {

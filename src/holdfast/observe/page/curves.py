@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from holdfast.base.formatting import count, listing, number
 from holdfast.observe.page import canvas as style
 from holdfast.observe.page.canvas import HALF_IN, WIDTH_IN, as_csv, canvas
+from holdfast.records.lives import LostWorker
+from holdfast.records.run_model import RunModel, model_of
 from holdfast.records.types import Record
-from holdfast.summary.history import History
-from holdfast.summary.lives import LostWorker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,9 +64,9 @@ class NamedRun:
     records: Sequence[Record] = field(repr=False, default=())
 
     @property
-    def history(self) -> History:
+    def history(self) -> RunModel:
         """The history of the run."""
-        return History(self.records, self.report["workers"].get("ranks_started", ()))
+        return model_of(self.records, self.report["workers"].get("ranks_started", ()))
 
 
 def curves_of(runs: Sequence[NamedRun]) -> list[Drawing]:
@@ -87,7 +87,7 @@ def recent_mean(values: Points) -> float:
     return statistics.fmean(value for _, value in values[-RECENT:])
 
 
-def _series(history: History) -> dict[str, Points]:
+def _series(history: RunModel) -> dict[str, Points]:
     """Return each metric as (step, value); of a recomputed step the last value."""
     series: dict[str, Points] = {}
     for step, record in history.steps.items():

@@ -9,8 +9,8 @@ from holdfast.base.formatting import count, listing, seconds
 from holdfast.observe.page.canvas import WIDTH_IN, as_csv, canvas
 from holdfast.observe.page.curves import Drawing, NamedRun, curves_of
 from holdfast.observe.page.timeline import draw_lanes, draw_legend, draw_zoom, first_answered, stretches
+from holdfast.records.run_model import RunModel, model_of
 from holdfast.records.types import Record
-from holdfast.summary.history import History
 
 _LEFT_IN = 0.72
 """Room for the names of workers."""
@@ -35,13 +35,13 @@ def timeline_of(report: Mapping[str, Any], records: Sequence[Record]) -> Drawing
     """Return the timeline with its title and its values, None if there is no training to draw."""
     if not records:
         return None
-    history = History(records, report["workers"].get("ranks_started", ()))
+    history = model_of(records, report["workers"].get("ranks_started", ()))
     if not history.ranks or (history.is_distributed and not history.commits):
         return None
     return Drawing(svg=_timeline(report, history), title=_seen(report, history), values=_segments(report, history))
 
 
-def _timeline(report: Mapping[str, Any], history: History) -> str:
+def _timeline(report: Mapping[str, Any], history: RunModel) -> str:
     lanes_in = max(len(history.ranks) * 0.27, 0.6) if len(history.ranks) <= 32 else 8.6
     zoomed = first_answered(history)
     zoom_in = lanes_in + 1.42 if zoomed else 0.0
@@ -58,7 +58,7 @@ def _timeline(report: Mapping[str, Any], history: History) -> str:
         )
 
 
-def _seen(report: Mapping[str, Any], history: History) -> str:
+def _seen(report: Mapping[str, Any], history: RunModel) -> str:
     """Return what the timeline shows."""
     total, finished, one = len(history.ranks), report["workers"]["finished"], history.worker
     lost = [f"{one} {failure.rank} after {seconds(failure.t_s)}" for failure in history.failures]
@@ -69,7 +69,7 @@ def _seen(report: Mapping[str, Any], history: History) -> str:
     return f"{named}{rest}"
 
 
-def _segments(report: Mapping[str, Any], history: History) -> str:
+def _segments(report: Mapping[str, Any], history: RunModel) -> str:
     """Return the bars and the failures as CSV, in seconds since the start."""
     wall_s = report["wall_s"]
     rows = [

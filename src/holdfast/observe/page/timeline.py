@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.base.formatting import plain, seconds
 from holdfast.observe.page import canvas as style
+from holdfast.records.lives import JobLife, LostWorker
+from holdfast.records.run_model import RunModel
 from holdfast.records.types import Finished, Left, Recovered, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
-from holdfast.summary.history import History
-from holdfast.summary.lives import JobLife, LostWorker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ class WorkSegment:
     """Seconds after ``from_s`` that it waited as a spare or surplus newcomer; 0 if it computed from the start."""
 
 
-def stretches(history: History, end_s: float) -> Iterator[WorkSegment]:
+def stretches(history: RunModel, end_s: float) -> Iterator[WorkSegment]:
     """Yield the intervals in which each worker was at work; ``end_s`` ends intervals that are open."""
     for life in history.lives:
         deaths = {f.rank: f.t_s for f in history.failures if _within(f.t_s, life)}
@@ -62,7 +62,7 @@ def stretches(history: History, end_s: float) -> Iterator[WorkSegment]:
             yield WorkSegment(rank=start.rank, from_s=start.t_s, to_s=to_s, open=not ends, waits_s=waits_s)
 
 
-def _begins_work_s(history: History, life: JobLife, start: RunStarted) -> float:
+def _begins_work_s(history: RunModel, life: JobLife, start: RunStarted) -> float:
     """Return when a worker first was among those with the lowest ranks, which share the work."""
     if start.rank in sorted(life.workers)[: history.workers_wanted(start.t_s)]:
         return start.t_s
@@ -74,16 +74,16 @@ def _begins_work_s(history: History, life: JobLife, start: RunStarted) -> float:
     return min(shares, default=math.inf)
 
 
-def first_answered(history: History) -> list[LostWorker]:
+def first_answered(history: RunModel) -> list[LostWorker]:
     """Return the failures of the first recovery after which a step was committed."""
     answered = [f for f in history.failures if f.resumed_s is not None and f.recovery is not None]
     return [f for f in answered if f.recovery == answered[0].recovery]
 
 
-def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
+def draw_lanes(axes: Axes, history: RunModel, wall_s: float) -> None:
     """Draw the whole run: bars, recoveries, failures, workers that joined and left."""
     lanes = _prepare(axes, history)
-    end_s = max(wall_s, history.records[-1].t_s)
+    end_s = max(wall_s, history.end_s)
     begin_s = _shown_from_s(history, end_s)
     axes.set_xlim(begin_s, end_s + 0.005 * (end_s - begin_s))
     _draw_starts(axes, history, lanes)
@@ -106,16 +106,16 @@ def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
     )
 
 
-def _shown_from_s(history: History, end_s: float) -> float:
+def _shown_from_s(history: RunModel, end_s: float) -> float:
     """Return where the figure begins: shortly before training, if starting took longer than the rest of the run."""
     trains_s = min((start.t_s for start in history.of(RunStarted)), default=0.0)
     return max(0.0, trains_s - 0.1 * (end_s - trains_s)) if trains_s > end_s / 2 else 0.0
 
 
-def draw_legend(axes: Axes, left_in: float, history: History) -> None:
+def draw_legend(axes: Axes, left_in: float, history: RunModel) -> None:
     """Write the legend above the lanes, for the marks that occur."""
     marks = [("▬ training", style.WORK), ("▬ starting", style.FAINT)]
-    if any(segment.waits_s for segment in stretches(history, history.records[-1].t_s)):
+    if any(segment.waits_s for segment in stretches(history, history.end_s)):
         marks.append(("▭ waiting as a spare", style.WORK))
     if history.failures:
         marks += [("✕ lost", style.DEATH), ("▮ until the next step is committed", style.SEEN)]
@@ -141,7 +141,7 @@ def _write_legend(axes: Axes, left_in: float, marks: Sequence[tuple[str, str]]) 
 
 
 def draw_zoom(
-    axes: Axes, left_in: float, main: Axes, history: History, failures: Sequence[LostWorker], step_s: float | None
+    axes: Axes, left_in: float, main: Axes, history: RunModel, failures: Sequence[LostWorker], step_s: float | None
 ) -> None:
     """Draw one recovery: when each survivor detected the failure, when it decided, when the next step was committed."""
     lanes = _prepare(axes, history)
@@ -164,7 +164,7 @@ def draw_zoom(
     _tie(axes, main)
 
 
-def _prepare(axes: Axes, history: History) -> dict[int, int]:
+def _prepare(axes: Axes, history: RunModel) -> dict[int, int]:
     """Set the lanes up and return the vertical position of each rank's lane."""
     ranks = history.ranks
     lanes = {rank: len(ranks) - 1 - place for place, rank in enumerate(ranks)}
@@ -179,11 +179,11 @@ def _prepare(axes: Axes, history: History) -> dict[int, int]:
     return lanes
 
 
-def _name(history: History, rank: int) -> str:
+def _name(history: RunModel, rank: int) -> str:
     return f"{'spare' if rank in history.spares else history.worker} {rank}"
 
 
-def _draw_work(axes: Axes, history: History, lanes: dict[int, int], end_s: float) -> None:
+def _draw_work(axes: Axes, history: RunModel, lanes: dict[int, int], end_s: float) -> None:
     for segment in stretches(history, end_s):
         if segment.rank in lanes:
             works_s = segment.from_s + segment.waits_s
@@ -198,7 +198,7 @@ def _draw_work(axes: Axes, history: History, lanes: dict[int, int], end_s: float
                 )  # fmt: skip
 
 
-def _draw_starts(axes: Axes, history: History, lanes: dict[int, int]) -> None:
+def _draw_starts(axes: Axes, history: RunModel, lanes: dict[int, int]) -> None:
     """Draw a thin line from the start of each process to the start of its training."""
     for life, from_s in zip(history.lives, [0.0, *(x.restart.t_s for x in history.lives if x.restart)], strict=True):
         newcomers = {joining.rank for joining in life.joined}
@@ -221,7 +221,7 @@ def _draw_death(axes: Axes, failure: LostWorker, lane: int, right_s: float, *, l
     )  # fmt: skip
 
 
-def _draw_silences(axes: Axes, history: History, lanes: dict[int, int]) -> None:
+def _draw_silences(axes: Axes, history: RunModel, lanes: dict[int, int]) -> None:
     """Show since when a worker that the launcher ended had given no sign of life."""
     left, right = axes.get_xlim()
     for fenced in history.of(WorkerFenced):
@@ -231,7 +231,7 @@ def _draw_silences(axes: Axes, history: History, lanes: dict[int, int]) -> None:
             axes.plot([from_s, to_s], [lane] * 2, color=style.DEATH, linewidth=1.4, dashes=(3, 2), zorder=8)
 
 
-def _draw_comings(axes: Axes, history: History, lanes: dict[int, int]) -> None:
+def _draw_comings(axes: Axes, history: RunModel, lanes: dict[int, int]) -> None:
     """Mark the times at which workers joined and at which they left in order."""
     for joining in history.joined:
         _mark(axes, joining.t_s, lanes[joining.rank], ">", style.DECIDED, size=9)
@@ -239,7 +239,7 @@ def _draw_comings(axes: Axes, history: History, lanes: dict[int, int]) -> None:
         _mark(axes, left.t_s, lanes[left.rank], "<", style.SOFT, size=9)
 
 
-def _draw_commits(axes: Axes, history: History, end_s: float, up_to: float) -> None:
+def _draw_commits(axes: Axes, history: RunModel, end_s: float, up_to: float) -> None:
     """Draw commits as lines up to a share of the height; their labels are above them, where no line crosses."""
     left, right = axes.get_xlim()
     shown = [c for c in history.commits if left <= c.t_s <= right]
@@ -265,7 +265,7 @@ def _named(commits: Sequence[StepCommitted], end_s: float, room_s: float) -> lis
     return named
 
 
-def _draw_survivors(axes: Axes, history: History, failures: Sequence[LostWorker], lanes: dict[int, int]) -> None:
+def _draw_survivors(axes: Axes, history: RunModel, failures: Sequence[LostWorker], lanes: dict[int, int]) -> None:
     for life in history.lives:
         for recovery in life.recoveries:
             if set(recovery.lost) != {f.rank for f in failures} or not _within(failures[0].t_s, life):
@@ -293,7 +293,7 @@ def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:
 
 
 def _marks_of_zoom(
-    axes: Axes, history: History, failures: Sequence[LostWorker], zero_s: float, end_s: float
+    axes: Axes, history: RunModel, failures: Sequence[LostWorker], zero_s: float, end_s: float
 ) -> list[tuple[str, str]]:
     """Return the meanings of the marks, with the times of the first detection, last decision and next commit."""
     left, right = axes.get_xlim()
@@ -330,5 +330,4 @@ def _tie(axes: Axes, main: Axes) -> None:
 
 
 def _within(t_s: float, life: JobLife) -> bool:
-    times = [r.t_s for r in life.records]
-    return bool(times) and times[0] <= t_s <= times[-1]
+    return life.span_s is not None and life.span_s[0] <= t_s <= life.span_s[1]

@@ -39,6 +39,11 @@ class RunStarted(Record):
     platform: Mapping[str, str] = field(default_factory=dict)
     given_up: str = ""
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the ``torch.distributed`` backend wrote it."""
+        return self.parameters == 0 and self.steps_planned == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted(Record):

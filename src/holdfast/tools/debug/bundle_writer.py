@@ -14,8 +14,9 @@ from pathlib import Path
 from holdfast.launch.displays import Display, DisplayedJob
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.stacks import OFF
+from holdfast.records.progress import RunProgress
 from holdfast.records.queued import NotTaken, QueuedSink
-from holdfast.records.types import JobRestarted, Record, Recovered, WorkerFenced
+from holdfast.records.types import Record, WorkerFenced
 
 _MOST_BUNDLES = 5
 """A run writes no more bundles than this: the first failures explain the most."""
@@ -55,7 +56,7 @@ class BundleWriter:
 
     def __init__(self, folder: Path) -> None:
         self._begin = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self._generations: set[int] = set()
+        self._progress = RunProgress()
         self._written = 0
         self._writing: subprocess.Popen[bytes] | None = None
 
@@ -106,9 +107,6 @@ class BundleWriter:
         """Return what a bundle about a record is called; "" if it needs none."""
         if isinstance(record, WorkerFenced):
             return f"hang-rank-{record.rank}"
-        if isinstance(record, JobRestarted):  # its workers count their generations from the beginning
-            self._generations.clear()
-        if isinstance(record, Recovered) and record.lost and record.generation not in self._generations:
-            self._generations.add(record.generation)
-            return f"recovery-step-{record.step}"
-        return ""
+        known = len(self._progress.recoveries)
+        self._progress.apply(record)
+        return f"recovery-step-{record.step}" if len(self._progress.recoveries) > known else ""

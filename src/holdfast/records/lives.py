@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar, cast
@@ -22,24 +22,7 @@ from holdfast.records.types import (
 R = TypeVar("R", bound=Record)
 
 
-class RecordsByKind:
-    """Records that are looked up by their kind; a long run has millions.
-
-    Args:
-        records: The records, ordered by time.
-    """
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._by_kind: dict[type[Record], list[Record]] = {}
-        for record in records:
-            self._by_kind.setdefault(type(record), []).append(record)
-
-    def of(self, kind: type[R]) -> Sequence[R]:
-        """Return the records of one kind, ordered by time."""
-        return cast("Sequence[R]", self._by_kind.get(kind, ()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LostWorker:
     """One lost worker.
 
@@ -66,10 +49,10 @@ class LostWorker:
     """
 
     rank: int
-    kind: str
+    kind: str = "kill"
     step: int
-    phase: str
-    injected: bool
+    phase: str = ""
+    injected: bool = False
     t_s: float
     known_s: float | None = None
     ended_s: float | None = None
@@ -113,12 +96,12 @@ class JoinedWorker:
     held_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Recovery:
-    """One decision of the survivors, from the records of all survivors."""
+    """One decision of the survivors: what each of them recorded of it, and of the failures that it is about."""
 
-    said: tuple[Recovered, ...]
-    seen: tuple[FailureSeen, ...]
+    said: list[Recovered] = field(default_factory=list)
+    seen: list[FailureSeen] = field(default_factory=list)
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -153,53 +136,134 @@ class Recovery:
     @property
     def orders(self) -> dict[str, int]:
         """How often each action of the protocol was carried out: the maximum over survivors."""
-        return largest(record.orders for record in self.said)
+        return _largest(record.orders for record in self.said)
 
     @property
     def times_s(self) -> dict[str, float]:
         """The longest time that a survivor took for each action."""
-        return largest(record.times_s for record in self.said)
+        return _largest(record.times_s for record in self.said)
 
     def known_s(self, since_s: float) -> float | None:
         """When the first survivor detected the failure, after ``since_s``."""
         return min((r.t_s for r in (*self.seen, *self.said) if r.t_s >= since_s), default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
+class Attendance:
+    """Who took part in one start of the job, and how each worker ended, as far as is known."""
+
+    begun_s: dict[int, float] = field(default_factory=dict)
+    """When each worker began its last training loop."""
+    lost_s: dict[int, float] = field(default_factory=dict)
+    """When the others lost a worker."""
+    left: set[int] = field(default_factory=set)
+    """Workers that left in order."""
+    ended: dict[int, WorkerEnded] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    failed: list[ScriptFailed] = field(default_factory=list)
+
+    def note(self, record: Record) -> None:
+        """Take a record."""
+        match record:
+            case RunStarted():
+                self.begun_s[record.rank] = record.t_s
+            case Recovered():
+                for rank in record.lost:
+                    self.lost_s.setdefault(rank, record.t_s)
+            case Left():
+                self.left.add(record.rank)
+            case Finished():
+                self.finished[record.rank] = record
+            case ScriptFailed():
+                self.failed.append(record)
+            case WorkerEnded():
+                self.ended[record.rank] = record
+
+    def at_last_gate(self, *, any_step: bool = False) -> dict[int, Finished]:
+        """Return by rank the workers that passed the last gate and lived on.
+
+        A worker that was lost or has left may have passed the gate of an earlier training loop, and so may one that has
+        begun another loop. One that ended with 0 was lost only because it had finished.
+
+        Args:
+            any_step: Whether the numbers of their steps say nothing, as under ``torch.distributed``.
+        """
+        codes = {rank: end.exit_code for rank, end in self.ended.items()}
+        gone = self.lost_s.keys() | self.left
+        last = {
+            rank: record
+            for rank, record in sorted(self.finished.items())
+            if record.t_s >= self.begun_s.get(rank, record.t_s)
+            and codes.get(rank, 0) >= 0
+            and (rank not in gone or codes.get(rank) == 0)
+        }
+        step = max((record.step for record in last.values()), default=-1)
+        return {rank: record for rank, record in last.items() if any_step or record.step == step}
+
+    @property
+    def died_late(self) -> set[int]:
+        """Workers that passed the last gate and died before their script ended, while others ended well."""
+        codes = {rank: self.ended[rank].exit_code if rank in self.ended else None for rank in self.finished}
+        if 0 not in codes.values() or any(record.rank >= 0 for record in self.failed):
+            return set()  # the launcher has ended them
+        return {rank for rank, code in codes.items() if (code or 0) < 0} - self.lost_s.keys()
+
+
 class JobLife:
-    """One start of the whole job, and everything until the next."""
+    """One start of the whole job, and everything until the next.
 
-    number: int
-    workers: tuple[int, ...]
-    records: tuple[Record, ...]
-    restart: JobRestarted | None
-    """The restart that ended it, None for the last life."""
+    Args:
+        number: Counted from 0.
+        workers: Ranks that it was started with.
+    """
 
-    @cached_property
-    def _by_kind(self) -> RecordsByKind:
-        return RecordsByKind(self.records)
+    def __init__(self, number: int, workers: tuple[int, ...]) -> None:
+        self.number, self.workers = number, workers
+        self.restart: JobRestarted | None = None
+        """The restart that ended it, None for the last life."""
+        self.span_s: tuple[float, float] | None = None
+        """Times of its first and of its newest record."""
+        self.highest = -1
+        """The highest step that was committed in it."""
+        self.attendance = Attendance()
+        self._by_kind: dict[type[Record], list[Record]] = {}
+        self._by_generation: dict[int, Recovery] = {}
+        self._undecided: dict[int, list[FailureSeen]] = {}  # by survivor, which may detect the next failure before
+        # others have decided about this one
+
+    def extend_to(self, t_s: float) -> None:
+        """Note the time of a record."""
+        self.span_s = (t_s if self.span_s is None else self.span_s[0], t_s)
+
+    def add(self, record: Record) -> None:
+        """Take the next record."""
+        self._by_kind.setdefault(type(record), []).append(record)
+        self.attendance.note(record)
+        if isinstance(record, FailureSeen):
+            self._undecided.setdefault(record.rank, []).append(record)
+        elif isinstance(record, Recovered):
+            recovery = self._by_generation.setdefault(record.generation, Recovery())
+            recovery.said.append(record)
+            recovery.seen += self._undecided.pop(record.rank, ())
+            recovery.seen.sort(key=lambda seen: seen.t_s)
+        for name in ("members", "recoveries"):
+            self.__dict__.pop(name, None)
 
     def of(self, kind: type[R]) -> Sequence[R]:
         """Return the records of one kind, ordered by time."""
-        return self._by_kind.of(kind)
+        return cast("Sequence[R]", self._by_kind.get(kind, ()))
 
     @cached_property
     def members(self) -> set[int]:
         """All workers that took part in training at any time, including spares and newcomers."""
-        began = (record.rank for record in self.of(RunStarted))
         # Of the ranks that one process plays, only the lowest records its start.
         survived = (rank for record in self.of(Recovered) for rank in record.survivors)
-        return {*self.workers, *began, *survived}
-
-    @property
-    def left(self) -> set[int]:
-        """Workers that left in order."""
-        return {record.rank for record in self.of(Left)}
+        return {*self.workers, *self.attendance.begun_s, *survived}
 
     @property
     def joined(self) -> Iterator[JoinedWorker]:
         """Workers that joined the running job, ordered by time."""
-        began_s = {record.rank: record.t_s for record in self.of(RunStarted)}
+        began_s = self.attendance.begun_s
         for recovery in self.recoveries:
             held_s = max(record.held_s for record in recovery.said)
             for rank in recovery.joined:
@@ -208,94 +272,26 @@ class JobLife:
     @cached_property
     def recoveries(self) -> list[Recovery]:
         """The decisions of the survivors, ordered by time."""
-        by_generation: dict[int, list[Recovered]] = {}
-        for record in self.of(Recovered):
-            by_generation.setdefault(record.generation, []).append(record)
-        seen_by: dict[int, list[FailureSeen]] = {}
-        for seen in self.of(FailureSeen):
-            seen_by.setdefault(seen.rank, []).append(seen)
-        recovered_s: dict[int, float] = {}
-        return [_recovery(decisions, seen_by, recovered_s) for _, decisions in sorted(by_generation.items())]
-
-    def at_last_gate(self, *, any_step: bool = False) -> dict[int, Finished]:
-        """Return by rank the workers that passed the last gate of this life and lived on: see :func:`at_last_gate`."""
-        begun_s = {record.rank: record.t_s for record in self.of(RunStarted)}
-        codes = {record.rank: record.exit_code for record in self.of(WorkerEnded)}
-        gone = self.left.union(*(record.lost for record in self.of(Recovered)))
-        return at_last_gate(self.of(Finished), begun_s=begun_s, codes=codes, gone=gone, any_step=any_step)
-
-    @cached_property
-    def died_late(self) -> set[int]:
-        """Workers that passed the last gate and died before their script ended, while others ended well."""
-        finished = {record.rank for record in self.of(Finished)}
-        codes = {record.rank: record.exit_code for record in self.of(WorkerEnded)}
-        if all(codes.get(rank) != 0 for rank in finished) or any(record.rank >= 0 for record in self.of(ScriptFailed)):
-            return set()  # the launcher has ended them
-        recovered = {rank for record in self.of(Recovered) for rank in record.lost}
-        return {rank for rank in finished if codes.get(rank, 0) < 0} - recovered
+        return [recovery for _, recovery in sorted(self._by_generation.items())]
 
     def unnoticed(self, explained: set[int]) -> Iterator[WorkerEnded]:
         """Yield deaths by a signal that no survivor recorded.
 
         If no worker finished, only the first counts: the launcher ends all other workers when it gives the job up.
         """
-        finished = {r.rank for r in self.of(Finished)}
-        quiet = explained | (finished - self.died_late) | {r.rank for r in self.of(ScriptFailed)}
+        those = self.attendance
+        quiet = explained | (those.finished.keys() - those.died_late) | {r.rank for r in those.failed}
         deaths = [r for r in self.of(WorkerEnded) if r.exit_code < 0 and r.rank in self.members]
-        if finished:
+        if those.finished:
             yield from (r for r in deaths if r.rank not in quiet)
-        elif deaths and explained <= self.left and not self.of(ScriptFailed):
+        elif deaths and explained <= those.left and not those.failed:
             yield deaths[0]
-
-
-def at_last_gate(
-    finished: Iterable[Finished],
-    *,
-    begun_s: Mapping[int, float],
-    codes: Mapping[int, int],
-    gone: Collection[int],
-    any_step: bool = False,
-) -> dict[int, Finished]:
-    """Return by rank the workers that passed the last gate and lived on.
-
-    A worker that was lost or has left may have passed the gate of an earlier training loop, and so may one that has begun
-    another loop.
-
-    Args:
-        finished: The passes of gates, ordered by time.
-        begun_s: When each worker began its last loop.
-        codes: The exit codes of the workers that have ended.
-        gone: Workers that the others have lost, or that left. One that ended with 0 was lost only because it had finished.
-        any_step: Whether the numbers of their steps say nothing, as under ``torch.distributed``.
-    """
-    last = {
-        record.rank: record
-        for record in finished
-        if record.t_s >= begun_s.get(record.rank, record.t_s)
-        and codes.get(record.rank, 0) >= 0
-        and (record.rank not in gone or codes.get(record.rank) == 0)
-    }
-    step = max((record.step for record in last.values()), default=-1)
-    return {rank: record for rank, record in sorted(last.items()) if any_step or record.step == step}
-
-
-def _recovery(
-    decisions: Sequence[Recovered], seen_by: Mapping[int, Sequence[FailureSeen]], recovered_s: dict[int, float]
-) -> Recovery:
-    """Return a decision with the failures that it is about; ``recovered_s`` is when each survivor decided before."""
-    seen: list[FailureSeen] = []
-    for record in decisions:
-        # A survivor may detect the next failure before others have decided about this one, so use its own clock.
-        since_s = recovered_s.get(record.rank, float("-inf"))
-        seen += [failure for failure in seen_by.get(record.rank, ()) if since_s < failure.t_s <= record.t_s]
-        recovered_s[record.rank] = record.t_s
-    return Recovery(said=tuple(decisions), seen=tuple(sorted(seen, key=lambda r: r.t_s)))
 
 
 N = TypeVar("N", int, float)
 
 
-def largest(mappings: Iterable[Mapping[str, N]]) -> dict[str, N]:
+def _largest(mappings: Iterable[Mapping[str, N]]) -> dict[str, N]:
     """Return for each name the largest value in any of the mappings."""
     largest: dict[str, N] = {}
     for one in mappings:
