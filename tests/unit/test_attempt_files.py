@@ -13,6 +13,7 @@ import pytest
 from holdfast.config import Settings
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.elasticity import ElasticWorkers
+from holdfast.launch.fleet import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken
 from holdfast.launch.launcher import Launcher
@@ -105,8 +106,8 @@ def test_output_that_cannot_be_read_is_named_once_and_costs_the_job_nothing(path
 def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pair_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
-    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
     gone = Process(pid=2**22, started=1)
     WatchedWorker(gone, gone).note(pair_path(tmp_path, 0))
 
@@ -120,8 +121,8 @@ def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pa
 def test_processes_are_known_although_their_file_was_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
-    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
     pair = WatchedWorker(Process(pid=2**22, started=1), Process(pid=2**22 + 1, started=1))
     pair.note(pair_path(tmp_path, 0))
     assert attempt.pair(0) == pair
@@ -147,12 +148,12 @@ def test_a_replacement_that_cannot_be_started_is_tried_again_and_costs_the_job_n
         "holdfast.launch.attempt.start", lambda *given: started.append(given[1]) or SimpleNamespace(poll=lambda: None)
     )
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
-    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
     elastic = ElasticWorkers.__new__(ElasticWorkers)
     waits = []
     elastic._run = SimpleNamespace(
-        nodes=None,
+        fleet=attempt._fleet,
         population=WorkerPopulation(limit=3, next_rank=2),
         clock=SimpleNamespace(now_s=lambda: now_s),
         view=SimpleNamespace(print_line=lines.append),
@@ -184,16 +185,15 @@ def test_a_start_that_fails_leaves_no_process_and_ends_the_job_in_one_line(tmp_p
         return started[-1]
 
     monkeypatch.setattr("holdfast.launch.attempt.start", start_one)
-    monkeypatch.setattr("holdfast.launch.attempt.end", lambda processes, *_: ended.extend(processes))
+    monkeypatch.setattr("holdfast.launch.fleet.end", lambda processes, *_: ended.extend(processes))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     launcher = Launcher.__new__(Launcher)
-    launcher._begin = lambda ranks: SimpleNamespace(own=ranks, alive=ranks)
-    launcher._job = job
+    launcher._fleet, launcher._job, launcher._restarts, launcher._fork_server = Fleet(job), job, 0, None
     launcher._state = launcher._health = launcher._elastic = launcher._files = Mock()
-    launcher._start = lambda start: JobAttempt(job, job.settings, start.own, paths)
+    launcher._paths, launcher._settings = paths, lambda start: job.settings
 
-    assert launcher._run_once((0, 1)) == JobBroken(f"the workers cannot be started: {REFUSED}")
+    assert launcher._run_once() == JobBroken(f"the workers cannot be started: {REFUSED}")
     assert ended == started
 
 

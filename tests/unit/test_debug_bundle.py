@@ -21,8 +21,10 @@ from holdfast.launch import debug_handlers as handlers
 from holdfast.launch import stacks
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
+from holdfast.launch.fleet import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.processes import Process, WatchedWorker, pair_path
+from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stacks import LastStacks
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
@@ -275,11 +277,11 @@ def test_the_file_of_stacks_exists_only_once_the_signal_no_longer_kills(tmp_path
 def test_a_start_of_the_job_removes_the_files_of_stacks_of_earlier_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0, wait=lambda _: 0))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     for rank in (0, 1):
         stacks.stack_path(tmp_path, rank).touch()
 
-    JobAttempt(job, job.settings, (0, 1), paths)
+    JobAttempt(Fleet(job), job.settings, (0, 1), paths)
 
     assert not list(tmp_path.glob("stack-*.txt"))
 

@@ -66,7 +66,7 @@ def make_job(tmp_path, agent):
 def meet(job, tmp_path):
     hosts = MpiHosts(job, RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None))
     try:
-        hosts.connect()
+        hosts.connect(lambda text: None)
     finally:
         hosts.close()
 
@@ -179,7 +179,7 @@ def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, t
     hosts = MpiHosts(
         make_job('test ! -e "$0.down" && sh -c "$*"'), RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     )
-    hosts.connect()
+    hosts.connect(lambda text: None)
     (tmp_path / "agent.down").touch()
     sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     first, second, later = (Process.of(sleeper.pid) for sleeper in sleepers)

@@ -509,8 +509,7 @@ def stopping(tmp_path):
         clock=SimpleNamespace(now_s=lambda: 5.0),
         view=SimpleNamespace(print_line=lambda line: None),
         paths=SimpleNamespace(run_dir=tmp_path),
-        others=None,
-        nodes=None,
+        fleet=SimpleNamespace(is_needed=True, stop_all=lambda: True),
         state=JobState("train.py"),
     )
     return StopProcedure(run, SimpleNamespace(is_distributed=False))
@@ -527,12 +526,13 @@ def test_who_is_still_being_started_is_told_to_stop_as_soon_as_it_is_there_and_n
     assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("nnodes", "is_host", "told"), [(1, False, True), (3, True, True), (3, False, False)])
+@pytest.mark.parametrize(("nnodes", "is_needed"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_launcher_that_lost_the_store_stops_the_whole_job_only_where_no_other_node_goes_on_without_it(
-    stopping, nnodes, is_host, told, is_asked
+    stopping, nnodes, is_needed, is_asked
 ):
-    stopping._run.job.nnodes, stopping._run.nodes = nnodes, SimpleNamespace(is_host=is_host)
+    stopping._run.job.nnodes, stopping._run.fleet.is_needed = nnodes, is_needed
+    stopping._run.fleet.stop_all = lambda: is_needed
     workers = Waiting(0, 1, 2)
     workers.is_running = lambda: True
     if is_asked:
@@ -541,8 +541,8 @@ def test_a_launcher_that_lost_the_store_stops_the_whole_job_only_where_no_other_
 
     assert stopping.without_store(workers, "it is gone") is None
 
-    assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2) if told]
-    assert stop_path(stopping._run.paths.run_dir).exists() == told
+    assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2) if is_needed]
+    assert stop_path(stopping._run.paths.run_dir).exists() == is_needed
 
 
 @pytest.mark.parametrize(

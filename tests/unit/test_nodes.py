@@ -16,6 +16,7 @@ from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, JobError
 from holdfast.launch import nodes
+from holdfast.launch.fleet import NodeChanges
 from holdfast.launch.job import Job
 from holdfast.launch.job_rules import NODE_RULES
 from holdfast.launch.node_health import NodeCheck
@@ -78,6 +79,12 @@ def until(ready):
         assert time.monotonic() < ends_s
         time.sleep(0.01)
     return found
+
+
+def changes_at(launcher):
+    changes = NodeChanges()
+    launcher.poll(changes)
+    return changes
 
 
 def committed(step, t_s=0.0):
@@ -172,14 +179,14 @@ def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not
     first, second, third = meet(3, workers=1)
     for launcher in (first, second, third):
         launcher.begin(0)
-    assert first.poll() == nodes.NodeChanges()
+    assert changes_at(first) == NodeChanges()
 
     fall_silent(second)
     third.ended(2)
     third.close()
 
-    changes = nodes.NodeChanges()
-    until(lambda: changes.lost.update(first.poll().lost) or changes.lost)
+    changes = NodeChanges()
+    until(lambda: first.poll(changes) or changes.lost)
     assert changes.lost == {1: (1,)}
     assert set(first.store.under("gone/0/")) == {"1", "2"}
     assert first._members.get("dead/1") == "node 1 is lost"
@@ -193,10 +200,10 @@ def test_whoever_finds_a_silent_node_second_loses_its_workers_like_the_first(mee
         launcher.begin(0)
     fall_silent(second)
 
-    until(lambda: first.poll().lost)
+    until(lambda: changes_at(first).lost)
     until(lambda: third.store.get("gone/0/1"))
 
-    assert until(lambda: third.poll().lost) == {1: (1,)}
+    assert until(lambda: changes_at(third).lost) == {1: (1,)}
     assert third.given_up == {1}
 
 
@@ -207,7 +214,7 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     first.publish([(committed(0), None)])
     second.publish([(committed(1), None)])
     fall_silent(second)
-    until(lambda: first.poll().lost)
+    until(lambda: changes_at(first).lost)
 
     back = NodeGroup(make_job(1))
     meet.ends.callback(back.close)
@@ -217,7 +224,7 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     assert (start.own, start.ranks, start.alive) == ((), (0, 1, 2, 3), (0, 1))
     assert [told.record.step for told in back.receive()] == [1, 0], "what its predecessor told, and the others"
     assert back.free_number(4) == 4
-    assert until(lambda: first.poll().newcomers) == (4,)
+    assert until(lambda: changes_at(first).newcomers) == (4,)
     back.publish([(committed(2), None)])
     heard = []
     until(lambda: heard.extend(first.receive()) or len(heard) == 2)
@@ -261,15 +268,15 @@ def test_a_managed_job_begins_without_nodes_that_come_later(managed):
 
     starts = [launcher.begin(0) for launcher in (first, second)]
 
-    assert not first.is_host, "no launcher is special"
+    assert not first.is_needed, "no launcher is special"
     assert [start.own for start in starts] == [(0,), (1,)]
     assert {start.ranks for start in starts} == {(0, 1)}
-    assert not first.poll().lost, "a node that has never been there cannot be lost"
+    assert not changes_at(first).lost, "a node that has never been there cannot be lost"
     third = managed(2)
     assert third.is_late
     assert third.begin(third.number).alive == (0, 1)
     assert third.free_number(2) == 2
-    assert until(lambda: first.poll().newcomers) == (2,)
+    assert until(lambda: changes_at(first).newcomers) == (2,)
 
 
 def test_a_managed_restart_leaves_room_for_nodes_that_are_missing(managed):
@@ -291,7 +298,7 @@ def test_who_comes_back_when_all_are_lost_does_not_wait_for_its_predecessors_wor
     start = back.begin(back.number)
 
     assert 0 not in start.alive
-    assert until(lambda: back.poll().lost) == {1: (1,)}
+    assert until(lambda: changes_at(back).lost) == {1: (1,)}
 
 
 def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):
@@ -302,7 +309,7 @@ def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):
     third.free_number(11)
     until(lambda: {rank for seated in first.there().values() for rank in seated.ranks} >= {10, 11})
 
-    assert sorted(first.poll().newcomers) == [10, 11]
+    assert sorted(changes_at(first).newcomers) == [10, 11]
 
     assert (first.ranks_of([10]), first.ranks_of([11])) == ((1,), (2,))
 
@@ -357,14 +364,14 @@ def test_workers_of_the_last_start_are_no_newcomers_of_this_one(meet):
     for launcher in (first, second):
         launcher.begin(0)
     assert second.free_number(4) == 4
-    until(lambda: first.poll().newcomers == (4,))
+    until(lambda: changes_at(first).newcomers == (4,))
 
     assert first.agree_on_restart(1, (0, 1, 2)) == second.agree_on_restart(1, (0, 1, 2)) == (0, 1, 2)
     first.begin(1)
-    assert first.poll().newcomers == (), "the second still names 3 and 4, who are no more"
+    assert changes_at(first).newcomers == (), "the second still names 3 and 4, who are no more"
     second.begin(1)
     assert second.free_number(5) == 5
-    assert until(lambda: first.poll().newcomers) == (5,)
+    assert until(lambda: changes_at(first).newcomers) == (5,)
 
 
 def test_a_death_that_is_reported_late_does_not_reach_the_workers_of_the_next_start(meet):
@@ -388,7 +395,7 @@ def test_nobody_starts_again_before_a_lost_node_has_surely_ended_its_workers(mee
     for launcher in (first, second):
         launcher.begin(0)
     fall_silent(second)
-    until(lambda: first.poll().lost)
+    until(lambda: changes_at(first).lost)
 
     since_s = time.monotonic()
     first.agree_on_restart(1, (0, 1))

@@ -13,7 +13,7 @@ from holdfast.base.system_errors import refusal
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, announce, append, check
-from holdfast.launch.nodes import JobStart
+from holdfast.launch.fleet import JobStart
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.paths import requests_path
 from holdfast.records.types import ActionRequested
@@ -35,8 +35,8 @@ class ElasticWorkers:
         run = self._run
         run.population.begin_again(max(run.state.highest, *start.ranks) + 1)
         self._leaving.clear()
-        if run.nodes is not None and run.nodes.is_late:
-            run.nodes.is_late = False
+        if run.fleet.is_late:
+            run.fleet.is_late = False
             run.population.ask(run.job.settings.workers + run.job.settings.spares, run.clock.now_s())
             run.view.print_line(f"node {run.job.node_rank} is back: its workers join as newcomers")
 
@@ -45,7 +45,7 @@ class ElasticWorkers:
         run = self._run
         for due in run.population.due(run.clock.now_s()):
             try:
-                rank = due if run.nodes is None else run.nodes.free_number(due)
+                rank = run.fleet.free_number(due)
             except StoreLost:  # detected at the next check
                 return
             try:
@@ -60,17 +60,13 @@ class ElasticWorkers:
     def answer_requests(self, attempt: JobAttempt) -> None:
         """Apply requests that were made on this node or on another."""
         self._tell_to_leave(attempt)
-        nodes, job = self._run.nodes, self._run.job
-        if nodes is None or job.nnodes == 1:
-            for changes in self._requested.new():
-                self._change(attempt, changes)
-            return
+        fleet = self._run.fleet
         with contextlib.suppress(StoreLost):  # detected at the next check
             for changes in self._requested.new():
-                nodes.request(changes | {"node": job.node_rank})
-            for changes in nodes.requests():
+                fleet.request(changes | {"node": self._run.job.node_rank})
+            for changes in fleet.requests():
                 self._change(attempt, changes)
-            self._leaving.update(nodes.is_leaving())
+            self._leaving.update(fleet.is_leaving())
             self._tell_to_leave(attempt)
 
     def _change(self, attempt: JobAttempt, changes: dict[str, Any]) -> None:
@@ -95,8 +91,8 @@ class ElasticWorkers:
         for rank in run.population.scale(sorted(there), wanted, run.clock.now_s()):
             if rank in attempt.processes:
                 self._leaving.add(rank)
-            elif run.nodes is not None:
-                run.nodes.ask_to_leave(rank)
+            else:
+                run.fleet.ask_to_leave(rank)
         self._tell_to_leave(attempt)
 
     def _tell_to_leave(self, attempt: JobAttempt) -> None:

@@ -20,6 +20,7 @@ from holdfast.launch.control import announce, note_wait
 from holdfast.launch.displays import DisplayedJob, Displays
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
+from holdfast.launch.fleet import Fleet, JobStart
 from holdfast.launch.fork_server import ForkServer, is_useful
 from holdfast.launch.gpus import check_gpus, sharing_line
 from holdfast.launch.health import HealthMonitor
@@ -29,7 +30,7 @@ from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState
 from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, shared_folder
 from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
 from holdfast.launch.node_health import NodeCheck
-from holdfast.launch.nodes import JobStart, NodeGroup
+from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -42,12 +43,8 @@ from holdfast.records.queued import QueuedSink, SinkCount, close_all
 from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
 
-POLL_S = 0.02
-_FAR_POLL_S = 0.2
 _LINGER_S = 1.0
 _TOUCH_EVERY_S = 3600.0
-_NO_DAEMON = "A daemon failed to report back after being spawned"
-"""Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
 
 def launch(job: Job, view: RunView | None = None) -> JobOutcome:
@@ -79,8 +76,6 @@ class Launcher:
         )
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: JobAttempt | None = None
-        self._nodes: NodeGroup | None = None
-        self._hosts: MpiHosts | None = None
         self._displays = Displays()
         self._restarts, self._touched_s = 0, 0.0
         self._begun_s = time.monotonic()
@@ -105,19 +100,15 @@ class Launcher:
         self._running = announce(self._paths.run_dir, job, self._begun_s)
         node_check = NodeCheck.of_job(job)
         undo.callback(node_check.close)
-        if job.fabric.starts_each:
-            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
-            undo.callback(self._nodes.close)
-        self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        self._fleet = self._open_fleet(node_check)
+        undo.callback(self._fleet.close)
+        self._origin_s = self._fleet.origin_s()
         self._paths.clear_logs()
         self._fork_server = self._start_fork_server()
         if self._fork_server is not None:
             undo.callback(self._fork_server.close)
         self._show_wait("checking this node" if job.nnodes == 1 else "")
         node_check.admit()  # of a single node, which imports torch in the meantime
-        if job.hosts:
-            self._hosts = MpiHosts(job, self._paths)
-            undo.callback(self._hosts.close)
         self._files = AttemptFiles(self._paths)
         undo.callback(self._files.close)
         self._run = run = RunState(
@@ -125,7 +116,7 @@ class Launcher:
             view=self._view,
             state=self._state,
             population=WorkerPopulation(job.max_respawns, 0),
-            nodes=self._nodes,
+            fleet=self._fleet,
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
@@ -145,12 +136,19 @@ class Launcher:
         undo.callback(self._node_faults.close)
         undo.callback(self._end_attempt)
 
+    def _open_fleet(self, node_check: NodeCheck) -> Fleet:
+        job = self._job
+        if job.fabric.starts_each:
+            return NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
+        return MpiHosts(job, self._paths) if job.hosts else Fleet(job)
+
     def _event_log(self, undo: contextlib.ExitStack) -> EventLog | None:
         """Return the log of the records in the report directory; None without one."""
         if self._job.report_dir is None:
             return None
-        is_late = self._nodes is not None and self._nodes.is_late  # its predecessor's file has the earlier records
-        is_first = self._job.node_rank == 0 and not is_late
+        is_first = (
+            self._job.node_rank == 0 and not self._fleet.is_late
+        )  # its predecessor's file has the earlier records
         log = EventLog(self._job.report_dir, size_in_bytes(self._job.events_max), is_first=is_first)
         undo.callback(log.close)
         return log
@@ -169,7 +167,7 @@ class Launcher:
         if not (job.preload and starts_several and is_useful(job.script)):
             return None
         env = common_environment(paths, job.settings)
-        return ForkServer(paths.own[0].path, env, paths.log_dir / "mpirun.log", paths.locks, job.words)
+        return ForkServer(paths.own[0].path, env, paths.mpirun_log, paths.locks, job.words)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -180,16 +178,12 @@ class Launcher:
 
     def run(self) -> JobOutcome:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
-        ranks = self._job.ranks
-        if self._hosts is not None:
-            self._show_wait("waiting for the hosts")
-            self._hosts.connect()
+        self._fleet.connect(self._show_wait)
         while True:
             try:
-                verdict: Verdict | None = self._run_once(ranks)
+                verdict: Verdict | None = self._run_once()
                 if isinstance(verdict, JobLost):
-                    ranks = self._ranks_left()
-                    verdict = self._restart(verdict, ranks)
+                    verdict = self._restart(verdict, self._fleet.restart_on(self._state))
             except StoreLost as error:
                 verdict = self._stopping.cut_off(str(error))
             if verdict is not None:
@@ -197,15 +191,19 @@ class Launcher:
 
     # --- one start of the job
 
-    def _run_once(self, ranks: tuple[int, ...]) -> Verdict:
-        start = self._begin(ranks)
+    def _run_once(self) -> Verdict:
+        if self._fleet.is_late:
+            self._restarts = self._fleet.number
+        start = self._fleet.begin(self._restarts)
         own = start.own
         self._state.begin(start.alive)
         self._health.begin()
         self._elastic.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
         try:
-            self._attempt = attempt = self._start(start)
+            self._attempt = attempt = JobAttempt(
+                self._fleet, self._settings(start), own, self._paths, self._fork_server
+            )
         except OSError as error:
             return JobBroken(f"the workers cannot be started: {refusal(error) or error}")
         verdict = None
@@ -224,26 +222,13 @@ class Launcher:
                     or self._state.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
                 )
             if verdict is None and not self._killer.kill(attempt):
-                time.sleep(POLL_S if self._hosts is None else _FAR_POLL_S)
+                time.sleep(self._fleet.poll_s)
         self._state.close()
         if isinstance(verdict, JobCompleted):
             attempt.wait(_LINGER_S)
         attempt.end()
         self._bus.read(attempt, last=True)
-        verdict = self._stopping.before_training(verdict)
-        return verdict if self._hosts is None else self._check_hosts(self._hosts, attempt, verdict)
-
-    def _start(self, start: JobStart) -> JobAttempt:
-        return JobAttempt(
-            self._watched_job(),
-            self._settings(start),
-            start.own,
-            self._paths,
-            all_stop=self._decides_for_all(),
-            hosts=self._hosts,
-            fork_server=self._fork_server,
-            report_killed=None if self._nodes is None else self._nodes.death_reporter(),
-        )
+        return self._examine(attempt, self._stopping.before_training(verdict))
 
     def _act(self, attempt: JobAttempt) -> None:
         """Act on requests, faults and findings while the job runs."""
@@ -273,44 +258,24 @@ class Launcher:
             "set TMPDIR to a directory that is not cleaned up"
         )
 
-    def _decides_for_all(self) -> bool:
-        """Return whether the job cannot continue without this launcher."""
-        return self._job.nnodes == 1 or (self._nodes is not None and self._nodes.is_host)
-
-    def _watched_job(self) -> Job:
-        """Return the job as its watchers see it: without this launcher, the node is lost when its lease expires."""
-        if self._decides_for_all():
-            return self._job
-        return dataclasses.replace(self._job, grace_s=min(self._job.grace_s, self._job.node_timeout_s))
-
-    def _begin(self, ranks: tuple[int, ...]) -> JobStart:
-        nodes = self._nodes
-        if nodes is None:
-            return JobStart("", "", ranks, ranks, ranks)
-        if nodes.is_late:
-            self._restarts = nodes.number
-        return nodes.begin(self._restarts)
-
     def _is_running(self, attempt: JobAttempt) -> bool:
         """Return whether a process may still run, here or on another node."""
         return attempt.is_running() or not set(self._state.living()).issubset(attempt.processes)
 
     def _other_nodes_report(self, attempt: JobAttempt) -> Verdict | None:
         """Return the verdict that follows from the other launchers or the store."""
-        nodes = self._nodes
-        if nodes is None:
-            return None
-        if why := nodes.store_lost:
+        fleet = self._fleet
+        if why := fleet.store_lost:
             return self._stopping.without_store(attempt, why)
-        if self._job.nnodes > 1 and nodes.is_restarted():
+        if fleet.is_restarted():
             return JobLost("the job was lost, as another launcher reported")
-        if self._health.all_stall(attempt, nodes):
+        if self._health.all_stall(attempt):
             return self._state.stalled()
-        if nodes.is_stopping():
+        if fleet.is_stopping():
             self._stopping.request()
         if self._job.nnodes == 1 or attempt.is_running():
             return None
-        if self._stopping.is_requested and not nodes.is_stopping() and self._state.living():
+        if self._stopping.is_requested and not fleet.is_stopping() and self._state.living():
             return NodeDeparted()
         return None
 
@@ -342,13 +307,13 @@ class Launcher:
 
     def _has_begun(self) -> bool:
         """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
-        return self._bus.begun is not None or (self._nodes is not None and self._nodes.slices > 0)
+        return self._bus.begun is not None or self._fleet.slices > 0
 
     def _slices(self, start: JobStart) -> int:
         """Return the number of slices that the job began with; 0 leaves it to the workers that begin."""
-        if self._nodes is not None and self._nodes.slices:
-            return self._nodes.slices
-        is_short = self._nodes is not None and len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
+        if self._fleet.slices:
+            return self._fleet.slices
+        is_short = len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
         if self._bus.begun is not None:
             return self._bus.begun.slices
         return self._job.slices if self._restarts or is_short else self._job.settings.slices
@@ -357,8 +322,7 @@ class Launcher:
         """Return the order of additions; a job that is restarted keeps the one that it began with."""
         if not self._restarts or self._job.settings.order != AUTO:
             return self._job.settings.order
-        shared = "" if self._nodes is None else self._nodes.order
-        return shared or (AUTO if self._bus.begun is None else self._bus.begun.order)
+        return self._fleet.order or (AUTO if self._bus.begun is None else self._bus.begun.order)
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
@@ -369,34 +333,15 @@ class Launcher:
 
     # --- restarts
 
-    def _ranks_left(self) -> tuple[int, ...]:
-        """Return the ranks of the next start, the same on all launchers."""
-        if self._hosts is not None:  # mpirun ends all workers when it loses a host: exit codes are not informative
-            wanted = min(self._hosts.slots, len(self._job.ranks))
-            return self._state.ranks_left(wanted)[:wanted]
-        ranks = self._state.ranks_left(len(self._job.ranks) if self._job.max_respawns else 1)
-        if self._nodes is not None and not self._nodes.store_lost and self._restarts < self._job.max_restarts:
-            ranks = self._nodes.agree_on_restart(self._restarts + 1, ranks)
-        return ranks
-
-    def _check_hosts(self, hosts: MpiHosts, attempt: JobAttempt, verdict: Verdict) -> Verdict:
-        """Find out which hosts are left if the job is lost, or failed while it began; return the resulting verdict."""
-        if not (isinstance(verdict, JobLost) or (isinstance(verdict, JobBroken) and verdict.unexplained)):
-            return verdict
-        pairs = {rank: pair for rank in attempt.processes if (pair := attempt.pair(rank)) is not None}
-        lost = hosts.poll(pairs.values(), attempt.started)
-        if not lost:
-            is_unbegun = not pairs and _NO_DAEMON in self._mpirun_output()
-            return JobLost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict
-        out_of_reach = [rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost]
-        self._state.lose(out_of_reach)
-        attempt.disown(out_of_reach)
+    def _examine(self, attempt: JobAttempt, verdict: Verdict) -> Verdict:
+        """Find out which machines are left; return the resulting verdict."""
+        verdict, out_of_reach = self._fleet.examine(verdict, attempt.pairs(), attempt.started)
+        self._job = self._fleet.job
         if out_of_reach:
+            self._state.lose(out_of_reach)
+            attempt.disown(out_of_reach)
             time.sleep(FENCE_S)
-        if hosts.left:
-            self._job = dataclasses.replace(self._job, hosts=hosts.left)
-        why = "; ".join(f"host {name} is lost: it {why}" for name, why in lost.items())
-        return JobLost(why)
+        return verdict
 
     def _restart(self, lost: JobLost, ranks: tuple[int, ...]) -> Verdict | None:
         """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
@@ -431,7 +376,7 @@ class Launcher:
                 running=self._running,
                 clock=SystemClock(self._origin_s),
                 say=self._view.print_line,
-                is_late=self._nodes is not None and self._nodes.is_late,
+                is_late=self._fleet.is_late,
             )
         )
 
@@ -465,15 +410,9 @@ class Launcher:
             exit_code=exit_code,
             message=message,
             traceback=traceback,
-            mpirun_output=self._mpirun_output() if isinstance(verdict, JobBroken) and verdict.unexplained else "",
+            mpirun_output=self._paths.mpirun_output() if isinstance(verdict, JobBroken) and verdict.unexplained else "",
             report=report,
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
             is_shown=self._bus.speaks,
         )
-
-    def _mpirun_output(self) -> str:
-        try:
-            return (self._paths.log_dir / "mpirun.log").read_text(errors="replace").strip()
-        except OSError:
-            return ""

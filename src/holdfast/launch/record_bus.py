@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,11 @@ from dataclasses import dataclass
 from holdfast.base.clock import Clock
 from holdfast.base.side_work import run_aside
 from holdfast.base.slurm import read_step
-from holdfast.errors import StoreLost
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.control import note_wait
+from holdfast.launch.fleet import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
-from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView
@@ -47,7 +45,7 @@ from holdfast.summary.step_times import StepTimes
 class RunState:
     """One run of a job, over all its starts.
 
-    ``nodes`` is None if the fabric needs no store. ``sinks`` receive every record once, each in its own thread; ``events`` is
+    ``sinks`` receive every record once, each in its own thread; ``events`` is
     that of the report directory, None if there is none. The clock's zero is the time when the run began, on the first node.
     """
 
@@ -55,18 +53,12 @@ class RunState:
     view: RunView
     state: JobState
     population: WorkerPopulation
-    nodes: NodeGroup | None
+    fleet: Fleet
     paths: RunPaths
     files: AttemptFiles
     clock: Clock
     sinks: tuple[QueuedSink, ...] = ()
     events: EventLog | None = None
-
-    @property
-    def others(self) -> NodeGroup | None:
-        """The launchers of the other nodes; None if there are none, or this node can no longer take part."""
-        nodes = self.nodes
-        return None if nodes is None or self.job.nnodes == 1 or nodes.store_lost else nodes
 
 
 class RecordBus:
@@ -88,7 +80,7 @@ class RecordBus:
         """Whether a step was committed in this start of the job."""
 
         self._is_merged = read_step(os.environ) is not None
-        self.speaks = run.job.node_rank == 0 or run.others is None or not self._is_merged
+        self.speaks = run.fleet.is_first() or not self._is_merged
         """Whether this launcher displays what concerns the whole job. ``srun`` merges the output of all: the first does."""
 
         self.begun: RunStarted | None = None
@@ -137,8 +129,7 @@ class RecordBus:
                 self.begun = self.begun or record
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)
                 self.is_distributed = is_distributed(record)
-                if self._run.nodes is not None:
-                    self._run.nodes.note_start(record.slices, record.order)
+                self._run.fleet.note_start(record.slices, record.order)
             case JobRestarted():
                 self.is_training = False
                 self._times.begin()
@@ -200,31 +191,19 @@ class RecordBus:
             return None
         if record.exit_code:
             self._run.population.died(record.rank, self._run.clock.now_s())
-        nodes = self._run.nodes
-        if nodes is not None and not nodes.store_lost:
-            with contextlib.suppress(StoreLost):  # detected at the next check
-                if record.exit_code:
-                    nodes.died(record.rank, cause_of_death(record.exit_code))
-                nodes.ended(record.rank)
+        self._run.fleet.note_end(record.rank, cause_of_death(record.exit_code) if record.exit_code else "")
         return attempt.position(record.rank)
 
     def _exchange(self, own: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish new records to the other launchers, and read theirs."""
-        if (peers := self._run.others) is not None:
-            with contextlib.suppress(StoreLost):  # detected at the next check
-                peers.publish(own)
-                self._poll_nodes(peers)
-
-    def _poll_nodes(self, peers: NodeGroup) -> None:
-        state = self._run.state
-        changes = peers.poll()
-        self.speaks = peers.is_first() or not self._is_merged
+        state, fleet = self._run.state, self._run.fleet
+        changes = fleet.exchange(own)
+        self.speaks = fleet.is_first() or not self._is_merged
         for rank in changes.newcomers:
             state.wait_for(rank)
-        received = peers.receive()
-        self._report([self._log.write(entry.record) for entry in received])
-        for entry in received:
-            if entry.start == peers.number and entry.record.rank not in peers.given_up:
+        self._report([self._log.write(entry.record) for entry in changes.records])
+        for entry in changes.records:
+            if entry.start == fleet.number and entry.record.rank not in fleet.given_up:
                 self.poll(entry.record, entry.position)
         state.lose(changes.parted)
         for node, ranks in changes.lost.items():

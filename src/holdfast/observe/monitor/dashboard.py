@@ -194,9 +194,8 @@ class Dashboard:
         self.live.note_newcomers(run.state.waiting)
         self.live.note_processes(attempt.pids(set(self.live.without_pid()) & set(attempt.processes)))
         for rank in self.live.unplaced():
-            there = () if run.others is None else run.others.ranks_of([rank])
             own_nodes = (run.job.node_rank,) if rank in attempt.processes else ()
-            if places := (*own_nodes, *there):
+            if places := (*own_nodes, *run.fleet.ranks_of([rank])):
                 self.live.note_node(rank, places[0])
 
     def _carry_out(
