@@ -19,8 +19,8 @@ PACED = Path(__file__).parents[1] / "support" / "train_paced.py"
 LAUNCHER = """
 from holdfast.cli import main
 from holdfast.launch.killed_workers import KilledWorkers
-from holdfast.launch.nodes import NodeGroup
-NodeGroup.died = lambda self, rank, why: None
+from holdfast.launch.deaths import DeathRegister
+DeathRegister.note_end = lambda self, rank, cause="": None
 {more}
 main()
 """

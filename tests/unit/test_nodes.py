@@ -182,7 +182,7 @@ def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not
     assert changes_at(first) == NodeChanges()
 
     fall_silent(second)
-    third.ended(2)
+    third.deaths.note_end(2)
     third.close()
 
     changes = NodeChanges()
@@ -377,7 +377,7 @@ def test_workers_of_the_last_start_are_no_newcomers_of_this_one(meet):
 def test_a_death_that_is_reported_late_does_not_reach_the_workers_of_the_next_start(meet):
     (only,) = meet(1)
     only.begin(0)
-    report = only.death_reporter()
+    report = only.deaths.report
     report(1, "killed by SIGKILL")
     assert only._members.under("dead/") == {"1": "killed by SIGKILL"}
 
@@ -386,7 +386,7 @@ def test_a_death_that_is_reported_late_does_not_reach_the_workers_of_the_next_st
     report(0, "killed by SIGKILL")
 
     assert only._members.under("dead/") == {}
-    only.death_reporter()(0, "killed by SIGSEGV")
+    only.deaths.report(0, "killed by SIGSEGV")
     assert only._members.under("dead/") == {"0": "killed by SIGSEGV"}
 
 

@@ -65,9 +65,9 @@ class JobAttempt:
         paths: RunPaths,
         fork_server: ForkServer | None = None,
     ) -> None:
-        job, report = fleet.job, fleet.death_reporter()
+        job = fleet.job
         self._run_dir = run_dir = paths.run_dir
-        self._killed = None if report is None else KilledWorkers(run_dir, report)
+        self._killed = KilledWorkers(run_dir, fleet.deaths)
         self._fleet = fleet
         self.fork_server = fork_server
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
@@ -159,7 +159,7 @@ class JobAttempt:
     def watch_connected(self, ranks: Iterable[int]) -> None:
         """From now on report it at once if one of these workers, which are connected, is killed."""
         for rank in ranks:
-            if self._killed is not None and (pair := self._pair_here(rank)) is not None:
+            if (pair := self._pair_here(rank)) is not None:
                 self._killed.watch(rank, pair.worker)
 
     def sign(self, rank: int, position: BeaconPosition | None) -> StartupStatus:
@@ -259,8 +259,7 @@ class JobAttempt:
 
     def end(self) -> None:
         """Kill every process that still runs."""
-        if self._killed is not None:
-            self._killed.close()
+        self._killed.close()
         is_blind = error_of_a_new_file() is not None  # it cannot look at a process, and would take each for ended
         try:
             if not is_blind:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.launch.deaths import DeathRegister
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState, Verdict
 from holdfast.launch.processes import WatchedWorker, end
@@ -63,6 +64,8 @@ class Fleet:
     def __init__(self, job: Job) -> None:
         self.job = job
         """The job, on the machines that are left."""
+        self.deaths = DeathRegister()
+        """The deaths of this start."""
         self.number = 0
         """Restarts so far."""
         self.is_late = False
@@ -129,13 +132,6 @@ class Fleet:
         return ""
 
     # -- ends
-
-    def note_end(self, rank: int, why: str) -> None:
-        """Record that a worker of this node has ended; if it failed (``why`` says how), notify the others."""
-
-    def death_reporter(self) -> Callable[[int, str], None] | None:
-        """Return what notifies the workers of this start that a rank has failed, and why; None if nothing can."""
-        return None
 
     def examine(
         self, verdict: Verdict, pairs: Mapping[int, WatchedWorker], mpiruns: Sequence[int]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.base.side_work import run_aside
+from holdfast.launch.deaths import DeathRegister
 from holdfast.launch.processes import Process
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
@@ -33,17 +34,18 @@ class KilledWorkers:
 
     Args:
         run_dir: Directory of the run.
-        report: Called in a thread with rank and cause of death, at most once for each worker. An error is reported once.
+        deaths: Each death is reported to it once, in a thread. Without survivors to notify, no worker is waited for.
     """
 
-    def __init__(self, run_dir: Path, report: Callable[[int, str], None]) -> None:
+    def __init__(self, run_dir: Path, deaths: DeathRegister) -> None:
         self._run_dir = run_dir
-        self._report = report
+        self._deaths = deaths
         self._is_closed = False
 
     def watch(self, rank: int, worker: Process) -> None:
         """From now on report the death of a worker, whose beacon exists; not if the system gives no more threads."""
-        _start_thread(self._wait, rank, worker)
+        if self._deaths.members is not None:
+            _start_thread(self._wait, rank, worker)
 
     def close(self) -> None:
         """Report nothing more: later deaths are the launcher's doing."""
@@ -60,7 +62,7 @@ class KilledWorkers:
             time.sleep(_LOOK_S)
         if number and not self._is_closed:
             cause = cause_of_death(-number)
-            run_aside("reporting a death at once", lambda: self._report(rank, cause), None)  # the record follows
+            run_aside("reporting a death at once", lambda: self._deaths.report(rank, cause), None)  # the record follows
 
 
 def _start_thread(target: Callable[[int, Process], None], rank: int, worker: Process) -> None:

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import json
 import secrets
 import time
@@ -43,6 +42,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.errors import StoreLost
+from holdfast.launch.deaths import DeathRegister
 from holdfast.launch.fleet import JobStart, NodeChanges, RemoteRecord
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
@@ -121,6 +121,7 @@ class NodeGroup(Rendezvous):
         """See :meth:`Fleet.begin`."""
         self._close_members()
         self._members = self.open_members(number)
+        self.deaths = DeathRegister(self._members, self.store if self.job.nnodes > 1 else None, number, self._me)
         placement = self._nodes_of_workers(number)
         self.number = number
         self._own = () if self.is_late else tuple(rank for rank, node in placement.items() if node == self._me)
@@ -260,10 +261,9 @@ class NodeGroup(Rendezvous):
     def _lose(self, node: int, peer: _Node, changes: NodeChanges) -> None:
         peer.is_lost = True
         # Workers that another launcher has just given up are lost here, too; workers whose launcher saw them end are not.
-        left = tuple(rank for rank in peer.ranks if self.store.get(f"gone/{self.number}/{rank}") != str(node))
+        left = tuple(rank for rank in peer.ranks if self.deaths.noted_by(rank) != str(node))
         for rank in left:
-            self.died(rank, f"node {node} is lost")
-            self.ended(rank)
+            self.deaths.note_end(rank, f"node {node} is lost")
         peer.ranks = ()
         if self.store.get(f"bye/{node}/{peer.seat}") is not None:
             changes.parted += left
@@ -271,29 +271,6 @@ class NodeGroup(Rendezvous):
             self.given_up.update(left)
             self._lost_s = time.monotonic()
             changes.lost[node] = left
-
-    def died(self, rank: int, why: str) -> None:
-        """Notify the workers that ``rank`` has failed."""
-        if self._members is not None:
-            _report_death(self._members, rank, why)
-
-    def death_reporter(self) -> Callable[[int, str], None]:
-        """See :meth:`Fleet.death_reporter`; for any thread: a late report does not reach the workers of the next start."""
-        assert self._members is not None, "no start has begun"
-        return functools.partial(_report_death, self._members)
-
-    def note_end(self, rank: int, why: str) -> None:
-        """See :meth:`Fleet.note_end`."""
-        if not self.store_lost:
-            with contextlib.suppress(StoreLost):  # detected at the next check
-                if why:
-                    self.died(rank, why)
-                self.ended(rank)
-
-    def ended(self, rank: int) -> None:
-        """Record for launchers that come late that a worker has ended."""
-        if self.job.nnodes > 1:
-            self.store.put(f"gone/{self.number}/{rank}", str(self._me))
 
     # -- conditions of all nodes
 
@@ -367,11 +344,6 @@ class NodeGroup(Rendezvous):
         for rank in leavers:
             self.store.delete(f"leave/{rank}")
         return leavers
-
-
-def _report_death(members: Store, rank: int, why: str) -> None:
-    with contextlib.suppress(StoreLost):  # then no worker continues
-        members.put(f"dead/{rank}", why)
 
 
 _SLOTS = 4096

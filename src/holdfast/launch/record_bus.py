@@ -191,7 +191,8 @@ class RecordBus:
             return None
         if record.exit_code:
             self._run.population.died(record.rank, self._run.clock.now_s())
-        self._run.fleet.note_end(record.rank, cause_of_death(record.exit_code) if record.exit_code else "")
+        if not self._run.fleet.store_lost:
+            self._run.fleet.deaths.note_end(record.rank, cause_of_death(record.exit_code) if record.exit_code else "")
         return attempt.position(record.rank)
 
     def _exchange(self, own: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
