@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ if ctypes.CDLL(None).ptrace(seize, int(sys.argv[1]), None, None) == 0:
 
 @pytest.fixture
 def server(tmp_path):
-    with ForkServer(tmp_path, os.environ, tmp_path / "log") as server:
+    with contextlib.closing(ForkServer(tmp_path, os.environ, tmp_path / "log")) as server:
         yield server
 
 

@@ -176,7 +176,9 @@ def test_the_mark_is_there_again_while_the_report_is_still_on_its_way(tmp_path):
         may_end.wait(DEADLINE_S)
 
     with LockHolder(tmp_path, 0) as killed:
-        KilledWorkers(tmp_path, SimpleNamespace(members=object(), report=report)).watch(0, Process.of(killed.process.pid))
+        KilledWorkers(tmp_path, SimpleNamespace(members=object(), report=report)).watch(
+            0, Process.of(killed.process.pid)
+        )
 
         killed.process.kill()
 
@@ -194,7 +196,9 @@ def test_a_report_that_fails_prints_nothing(tmp_path, monkeypatch):
         raise OSError("no network")
 
     with LockHolder(tmp_path, 0) as killed:
-        KilledWorkers(tmp_path, SimpleNamespace(members=object(), report=report)).watch(0, Process.of(killed.process.pid))
+        KilledWorkers(tmp_path, SimpleNamespace(members=object(), report=report)).watch(
+            0, Process.of(killed.process.pid)
+        )
 
         killed.process.kill()
 

@@ -24,7 +24,7 @@ from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
-from holdfast.launch.node_faults import KillSchedule
+from holdfast.launch.node_faults import RandomKiller
 from holdfast.launch.processes import Process, WatchedWorker, children_of, descendants_of, end_gently, wait_for_end
 from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
@@ -294,10 +294,20 @@ def test_a_script_that_cannot_be_read_shows_where(tmp_path):
     assert "train.py" in failed.traceback
 
 
-def test_each_victim_is_named_once_when_its_time_has_come():
-    kills = KillSchedule(iter([(1.0, 2), (1.5, 0)]), begin_s=10.0)
+def test_each_victim_is_killed_once_when_its_time_has_come(monkeypatch):
+    killed, now_s = [], 10.0
+    monkeypatch.setattr("holdfast.launch.node_faults.mtbf_schedule", lambda *_: [(1.0, 2), (1.5, 0)])
+    monkeypatch.setattr("holdfast.launch.node_faults.kill_worker", lambda run, bus, attempt, rank: killed.append(rank))
+    job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings())
+    clock, state = SimpleNamespace(now_s=lambda: now_s), SimpleNamespace(living=lambda: (0, 1, 2))
+    killer = RandomKiller(SimpleNamespace(job=job, clock=clock, state=state), SimpleNamespace(has_committed=True))
 
-    assert [kills.due(now_s) for now_s in (10.9, 11.0, 11.4, 12.0, 99.0)] == [None, 2, None, 0, None]
+    counts = []
+    for now_s in (10.0, 10.9, 11.0, 11.4, 12.0, 99.0):  # noqa: B007 - the clock reads it
+        killer.kill(None)
+        counts.append(len(killed))
+
+    assert (counts, killed) == ([0, 0, 1, 1, 2, 2], [2, 0])
 
 
 class Terminal(io.StringIO):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from holdfast.base.system_errors import refusal
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.attempt import JobAttempt
-from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, announce, append, check
+from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, append, check
 from holdfast.launch.fleet import JobStart
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.paths import requests_path
@@ -20,7 +19,7 @@ from holdfast.records.types import ActionRequested
 
 
 class ElasticWorkers:
-    """Replaces failed workers, and scales the job on request. The constructor publishes the job to commands."""
+    """Replaces failed workers, and scales the job on request."""
 
     def __init__(self, run: RunState, bus: RecordBus) -> None:
         self._run = run
@@ -28,7 +27,6 @@ class ElasticWorkers:
         self._requested = ControlRequest(run.paths.run_dir, run.view.print_line)
         self._leaving: set[int] = set()
         """Workers that are to leave, and could not be told yet: they have only begun to start."""
-        self._running = announce(run.paths.run_dir, run.job, time.monotonic() - run.clock.now_s(), run.paths.log_dir)
 
     def begin(self, start: JobStart) -> None:
         """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""
@@ -73,7 +71,7 @@ class ElasticWorkers:
         own_node = self._run.job.node_rank
         node, is_from_dashboard = changes.pop("node", own_node), changes.pop(FROM_DASHBOARD, False)
         try:
-            check(changes, self._running)
+            check(changes, self._run.running)
         except ConfigError as error:
             self._run.view.print_line(f"request rejected: {error!s:.300}")
             return

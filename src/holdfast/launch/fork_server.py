@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
 from holdfast.launch.processes import Process, die_with_parent, open_log
@@ -68,11 +68,13 @@ class ForkServer:
         self, run_dir: Path, env: Mapping[str, str], log: Path, files: Sequence[int] = (), words: Sequence[str] = ()
     ) -> None:
         self._path = run_dir / _SOCKET
+        self.variables = {FORK_SERVER: str(self._path)}
+        """Variables by which starters find it."""
         listener = _listen(self._path)
         self._importing, ready = os.pipe()
         ours = listener.fileno(), ready
         with os.fdopen(open_log(log), "ab") as output:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), str(os.getpid()), *words],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
@@ -86,16 +88,6 @@ class ForkServer:
         self._stopped_since_s: float | None = None
         self._looked_s = 0.0
 
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Variables by which starters find it."""
-        return {FORK_SERVER: str(self._path)}
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The process."""
-        return self._process
-
     def is_importing(self) -> bool:
         """Return whether it is not ready yet, so that starters wait for it."""
         return not select.select([self._importing], [], [], 0.0)[0]  # it closes the other end, or ends
@@ -105,8 +97,8 @@ class ForkServer:
 
         Time in which the launcher did not look, because it was itself stopped, does not count.
         """
-        is_gone = self._process.poll() is not None  # and another process may have its PID
-        process = None if is_gone else Process.of(self._process.pid)
+        is_gone = self.process.poll() is not None  # and another process may have its PID
+        process = None if is_gone else Process.of(self.process.pid)
         apart_s, self._looked_s = now_s - self._looked_s, now_s
         if process is None or not process.is_stopped():
             self._stopped_since_s = None
@@ -117,9 +109,9 @@ class ForkServer:
 
     def kill(self) -> None:
         """End the process. Starters that wait for it, and later ones, start their workers without it."""
-        self._process.kill()
+        self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILLED_WITHIN_S)
+            self.process.wait(_KILLED_WITHIN_S)
 
     def close(self) -> None:
         """End the server. The workers that it forked go on."""
@@ -127,12 +119,6 @@ class ForkServer:
         os.close(self._importing)
         with contextlib.suppress(OSError):  # it is removed with its folder, unless access to that was taken away
             self._path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _listen(path: Path) -> socket.socket:

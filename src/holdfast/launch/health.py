@@ -162,12 +162,11 @@ class HealthMonitor:
         )
         for stuck in stuck_workers:
             pair = attempt.pair(stuck.rank)
-            if pair is not None:
-                pair.watcher.send(signal.SIGCONT)  # a stopped watcher could not record the end of its worker
-            if pair is None or not pair.worker.is_alive():
+            if pair is None:
                 continue
-            self._note_fenced(stuck, positions[stuck.rank].step, pair)
-            pair.worker.send(signal.SIGKILL)
+            if pair.worker.is_alive():
+                self._note_fenced(stuck, positions[stuck.rank].step, pair)
+            attempt.fence(stuck.rank)
 
     def _note_fenced(self, stuck: StuckWorker, step: int, pair: WatchedWorker | None) -> None:
         stack, where = run_aside(

@@ -17,7 +17,7 @@ from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
 from holdfast.launch.checkpoint_lock import checkpoints_locked
 from holdfast.launch.control import announce, note_wait
-from holdfast.launch.displays import DisplayedJob, Displays
+from holdfast.launch.displays import make_displays, open_displays
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fleet import Fleet, JobStart
@@ -39,7 +39,7 @@ from holdfast.launch.run_view import RunStatus, RunView, SteadyView
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
 from holdfast.records.event_log import EventLog
-from holdfast.records.queued import QueuedSink, SinkCount, close_all
+from holdfast.records.queued import SinkCount, close_all
 from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
 
@@ -55,7 +55,8 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     """
     check(job)
     check_node_faults(job)
-    Displays().check(job)
+    for display in make_displays():
+        display.check(job)
     check_gpus(job.gpus, elsewhere=bool(job.hosts))
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
@@ -76,7 +77,7 @@ class Launcher:
         )
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: JobAttempt | None = None
-        self._displays = Displays()
+        self._displays = make_displays()
         self._restarts, self._touched_s = 0, 0.0
         self._begun_s = time.monotonic()
 
@@ -92,12 +93,14 @@ class Launcher:
         undo.enter_context(restored_handlers())  # last of all: nothing else is left half done
         undo.callback(self._view.close)
         undo.enter_context(checkpoints_locked(job))
-        undo.callback(self._displays.close)
-        self._displays.prepare(job)  # before the folders of earlier starts are removed
+        for display in self._displays:
+            undo.callback(display.close)
+        for display in self._displays:
+            display.prepare(job)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
-        self._running = announce(self._paths.run_dir, job, self._begun_s)
+        announce(self._paths.run_dir, job, self._begun_s)
         node_check = NodeCheck.of_job(job)
         undo.callback(node_check.close)
         self._fleet = self._open_fleet(node_check)
@@ -120,9 +123,10 @@ class Launcher:
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=self._open_sinks(),
+            running=announce(self._paths.run_dir, job, self._origin_s, self._paths.log_dir),
             events=self._event_log(undo),
         )
+        open_displays(self._displays, run)
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
             self._view.print_line(line)
@@ -234,7 +238,8 @@ class Launcher:
         """Act on requests, faults and findings while the job runs."""
         self._stopping.advance(attempt)
         self._node_faults.strike(attempt)
-        self._displays.answer(attempt, self._run, self._bus, self._stopping)
+        for display in self._displays:
+            display.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
             run_aside("keeping temporary files from being removed", self._keep_files, None)
             self._health.poll(attempt)
@@ -302,7 +307,7 @@ class Launcher:
             faults=plan.to_json() if plan.faults else "",
             run_dir=str(self._paths.run_dir),
             origin_s=self._origin_s,
-            launch_dir=self._running.folder,
+            launch_dir=self._run.running.folder,
         )
 
     def _has_begun(self) -> bool:
@@ -365,20 +370,7 @@ class Launcher:
         )
         return None
 
-    # --- sinks, and the end
-
-    def _open_sinks(self) -> tuple[QueuedSink, ...]:
-        """Open what receives the records besides their files."""
-        return self._displays.open(
-            DisplayedJob(
-                job=self._job,
-                paths=self._paths,
-                running=self._running,
-                clock=SystemClock(self._origin_s),
-                say=self._view.print_line,
-                is_late=self._fleet.is_late,
-            )
-        )
+    # --- the end
 
     def _close_sinks(self, end_s: float | None = None, patience_s: float = math.inf) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""
@@ -390,7 +382,8 @@ class Launcher:
         if isinstance(verdict, JobBroken) and not self._bus.is_explained:
             self._bus.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._state)
-        self._displays.finish(exit_code, message)
+        for display in self._displays:
+            display.finish(exit_code, message)
         records, wall_s = records_of(self._run, has_all=self._bus.has_file()), self._run.clock.now_s()
         report, unwritten = write_results(
             self._job,

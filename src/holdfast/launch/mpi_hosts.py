@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, refuse
 from holdfast.launch.fleet import Fleet
-from holdfast.launch.job import Job, refuse
+from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, Verdict
 from holdfast.launch.processes import Process, WatchedWorker, this_node
 from holdfast.launch.run_paths import RunPaths

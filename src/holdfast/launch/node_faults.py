@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -29,23 +30,6 @@ from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.records.beacon import UNCONNECTED
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired
-
-
-class KillSchedule:
-    """Schedule of kills, counted from ``begin_s``."""
-
-    def __init__(self, schedule: Iterator[tuple[float, int]], begin_s: float) -> None:
-        self._schedule = schedule
-        self._begin_s = begin_s
-        self._next = next(schedule, None)
-
-    def due(self, now_s: float) -> int | None:
-        """Return the worker to kill now, or None; each victim is returned once."""
-        if self._next is None or now_s - self._begin_s < self._next[0]:
-            return None
-        _, victim = self._next
-        self._next = next(self._schedule, None)
-        return victim
 
 
 def kill_worker(
@@ -72,18 +56,18 @@ class RandomKiller:
     def __init__(self, run: RunState, bus: RecordBus) -> None:
         self._run = run
         self._bus = bus
-        self._kills: KillSchedule | None = None
+        self._kills: deque[tuple[float, int]] | None = None
 
     def kill(self, attempt: JobAttempt) -> bool:
         """Kill the worker that is due; return whether one was killed."""
         run, now_s = self._run, self._run.clock.now_s()
         if self._kills is None and run.job.mtbf_s and self._bus.has_committed:
             schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
-            self._kills = KillSchedule(schedule, now_s)
-        victim = None if self._kills is None else self._kills.due(now_s)
-        if victim is None or victim not in run.state.living():
+            self._kills = deque((now_s + after_s, victim) for after_s, victim in schedule)
+        if not self._kills or now_s < self._kills[0][0]:
             return False
-        return kill_worker(run, self._bus, attempt, victim)
+        _, victim = self._kills.popleft()
+        return victim in run.state.living() and kill_worker(run, self._bus, attempt, victim)
 
 
 _HEARD_S = 0.2

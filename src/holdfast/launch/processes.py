@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from holdfast.base.phases import Phase
+from holdfast.base.temporary import write_private
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -149,11 +150,8 @@ class WatchedWorker:
         return cls(worker, watcher, node) if worker is not None and watcher is not None else None
 
     def note(self, path: Path) -> None:
-        """Write the pair to a file, atomically."""
-        draft = path.with_suffix(f".{os.getpid()}.draft")  # worker and watcher both write it: either may be stopped
-        draft.touch(mode=0o600)
-        draft.write_text(f"{self.worker}\n{self.watcher}\n{self.node}")
-        draft.replace(path)
+        """Write the pair to a file; worker and watcher both do so, because either may be stopped."""
+        write_private(path, f"{self.worker}\n{self.watcher}\n{self.node}")
 
 
 def this_node() -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.base.clock import Clock
 from holdfast.base.side_work import run_aside
 from holdfast.base.slurm import read_step
 from holdfast.launch.attempt import AttemptFiles, JobAttempt
-from holdfast.launch.control import note_wait
+from holdfast.launch.control import RunningJob, note_wait
 from holdfast.launch.fleet import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
@@ -45,7 +45,7 @@ from holdfast.summary.step_times import StepTimes
 class RunState:
     """One run of a job, over all its starts.
 
-    ``sinks`` receive every record once, each in its own thread; ``events`` is
+    ``running`` is what commands know of it. ``sinks`` receive every record once, each in its own thread; ``events`` is
     that of the report directory, None if there is none. The clock's zero is the time when the run began, on the first node.
     """
 
@@ -57,7 +57,8 @@ class RunState:
     paths: RunPaths
     files: AttemptFiles
     clock: Clock
-    sinks: tuple[QueuedSink, ...] = ()
+    running: RunningJob
+    sinks: list[QueuedSink] = field(default_factory=list)
     events: EventLog | None = None
 
 

@@ -19,10 +19,10 @@ import xxhash
 
 from holdfast.base.formatting import count
 from holdfast.config import Settings
-from holdfast.errors import ConfigError, JobError, StoreLost
+from holdfast.errors import ConfigError, JobError, StoreLost, refuse
 from holdfast.launch.command_line import OPTIONS
 from holdfast.launch.fleet import Fleet
-from holdfast.launch.job import Job, refuse
+from holdfast.launch.job import Job
 from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.store import address_towards, is_port

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.command_line import command_line
-from holdfast.launch.displays import Displays
+from holdfast.launch.displays import Display
 from holdfast.launch.job import Job
 from holdfast.launch.provenance import note
 from holdfast.launch.record_bus import RunState
@@ -35,7 +35,7 @@ def write_results(
     *,
     fired: Collection[int],
     wall_s: float,
-    displays: Displays,
+    displays: Sequence[Display],
     sinks: Sequence[SinkCount] = (),
     facts: Mapping[str, Any] | None = None,
     has_events: bool = False,
@@ -67,7 +67,8 @@ def write_results(
         write_plan(records, plan, job.report_dir / "plan.json")
         if facts is not None:
             note(facts)
-        displays.write(job)
+        for display in displays:
+            display.write(job)
     except OSError as error:
         return build_report(records, **arguments), f"cannot write {error.filename or job.report_dir}: {error.strerror}"
     except ConfigError as error:  # not an error in the command line of the run

@@ -80,17 +80,10 @@ class Starter:
         pid, _ = peer(connection)
         self.process = Process.of(pid) or Process(pid, -1)  # one that has ended already
 
-    def report_success(self) -> None:
-        """Let it exit with 0; without this, it ends by SIGKILL as soon as this process has ended."""
-        self._send(SUCCEEDED)
-
-    def report_failure(self) -> None:
-        """Let it end by SIGKILL now, and not only once this process has ended."""
-        self._send(FAILED)
-
-    def _send(self, word: bytes) -> None:
+    def end(self, *, succeeded: bool) -> None:
+        """Let it exit with 0, or end by SIGKILL; without this, it ends by SIGKILL as soon as this process has ended."""
         with contextlib.suppress(OSError):  # it was killed: its exit code is its own
-            self._connection.sendall(word)
+            self._connection.sendall(SUCCEEDED if succeeded else FAILED)
 
     def close(self) -> None:
         """Close the connection, in a process that is not the watcher."""
@@ -111,7 +104,7 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
         if exit_code is not None:
             tell(exit_code)
         if exit_code and starter is not None:
-            starter.report_failure()
+            starter.end(succeeded=False)
         end_children()
         if mpirun is not None and _is_last(settings):
             _end_mpirun(mpirun)
@@ -126,7 +119,7 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
     finally:  # in any case: the other workers wait until Open MPI has seen this process end
         if exit_code == 0:
             if starter is not None:
-                starter.report_success()
+                starter.end(succeeded=True)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
 from holdfast.launch.attempt import JobAttempt
-from holdfast.launch.displays import Display, DisplayedJob
+from holdfast.launch.displays import Display
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.stopping import StopProcedure
@@ -42,30 +42,30 @@ class MetricsDisplay(Display):
         if path is not None:
             check_writable(path.parent, "--metrics-file: the folder")
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
         """See :meth:`Display.open`."""
-        job = displayed.job
+        job = run.job
         if job.node_rank != 0 or not (job.metrics_port or job.metrics_file is not None):
             return ()
         from holdfast.observe.monitor.exporter import MetricsExporter
 
-        exporter = MetricsExporter(range(job.workers), displayed.clock, job.metrics_file)
+        exporter = MetricsExporter(range(job.workers), run.clock, job.metrics_file)
         if job.metrics_port:
-            displayed.say(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
-        return (QueuedSink(exporter, displayed.say),)
+            run.view.print_line(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
+        return (QueuedSink(exporter, run.view.print_line),)
 
 
 class KubeflowDisplay(Display):
     """Progress in the status of a TrainJob, if the job is one."""
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
         """See :meth:`Display.open`."""
-        if displayed.job.node_rank != 0 or _TRAIN_JOB not in os.environ:
+        if run.job.node_rank != 0 or _TRAIN_JOB not in os.environ:
             return ()
         from holdfast.observe.monitor.kubeflow import progress_reporter
 
-        reporter = progress_reporter(os.environ, displayed.say)
-        return () if reporter is None else (QueuedSink(reporter, displayed.say),)
+        reporter = progress_reporter(os.environ, run.view.print_line)
+        return () if reporter is None else (QueuedSink(reporter, run.view.print_line),)
 
 
 class DashboardDisplay(Display):
@@ -79,15 +79,15 @@ class DashboardDisplay(Display):
         if job.dashboard:
             host_and_port(job.dashboard, "--dashboard")
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
         """See :meth:`Display.open`."""
-        job = displayed.job
+        job = run.job
         if not job.dashboard or job.node_rank != 0:
             return ()
         from holdfast.observe.monitor.dashboard import Dashboard
 
-        self._dashboard = Dashboard(job, displayed.paths, displayed.running, displayed.clock, displayed.say)
-        return (QueuedSink(self._dashboard, displayed.say),)
+        self._dashboard = Dashboard(job, run.paths, run.running, run.clock, run.view.print_line)
+        return (QueuedSink(self._dashboard, run.view.print_line),)
 
     def watch(self, sinks: Sequence[QueuedSink]) -> None:
         """See :meth:`Display.watch`."""

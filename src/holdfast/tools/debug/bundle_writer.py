@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.launch.displays import Display, DisplayedJob
+from holdfast.launch.displays import Display
 from holdfast.launch.job import Job, check_writable
+from holdfast.launch.record_bus import RunState
 from holdfast.launch.stacks import OFF
 from holdfast.records.queued import NotTaken, QueuedSink
 from holdfast.records.types import JobRestarted, Record, Recovered, WorkerFenced
@@ -32,12 +33,12 @@ class BundleDisplay(Display):
         if job.debug_bundles not in ("", OFF):
             check_writable(Path(job.debug_bundles), "--debug-bundles")
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
         """See :meth:`Display.open`."""
-        job = displayed.job
+        job = run.job
         if job.node_rank != 0 or job.debug_bundles in ("", OFF):
             return ()
-        return (QueuedSink(BundleWriter(Path(job.debug_bundles).absolute()), displayed.say),)
+        return (QueuedSink(BundleWriter(Path(job.debug_bundles).absolute()), run.view.print_line),)
 
 
 class BundleWriter:
