@@ -183,7 +183,6 @@ class MpiHosts(Fleet):
     # -- checks
 
     def connect(self, tell: Callable[[str], None]) -> None:
-        """See :meth:`Fleet.connect`."""
         tell("waiting for the hosts")
         answers, missing = self._check({})
         if missing:
@@ -252,7 +251,6 @@ class MpiHosts(Fleet):
     # -- use
 
     def variables(self, origin_s: float) -> dict[str, str]:
-        """See :meth:`Fleet.variables`."""
         began_s = time.time() - time.monotonic() + origin_s
         return {
             LAUNCHER_NODE: f"{this_node()} {began_s}",
@@ -260,7 +258,6 @@ class MpiHosts(Fleet):
         }
 
     def mpirun_words(self, env: Mapping[str, str]) -> list[str]:
-        """See :meth:`Fleet.mpirun_words`."""
         patience_s = self.job.node_timeout_s
         mca = {
             "plm": "ssh",  # the same inside and outside of Slurm
@@ -280,7 +277,6 @@ class MpiHosts(Fleet):
         return words
 
     def reach(self, pair: WatchedWorker) -> WatchedWorker:
-        """See :meth:`Fleet.reach`."""
         name = self._names.get(pair.node)
         if name is None or pair.node == this_node():
             return pair

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.job import Job
 from holdfast.launch.processes import end_at_once
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.membership.store import address_towards
 from holdfast.records.beacon import UNCONNECTED
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired
@@ -169,10 +169,7 @@ def _own_addresses(job: Job, fault: Fault) -> list[str]:
     addresses = []
     for host, port in _store_addresses(job.rdzv):
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                addresses.append(str(probe.getsockname()[0]))
+            addresses.append(address_towards(host, port))
         except OSError as error:
             _refuse(fault, f"the network that leads to {host}:{port} (--rdzv) is unknown: {error.strerror}")
     return addresses

@@ -96,7 +96,6 @@ class NodeGroup(Rendezvous):
 
     @property
     def store_lost(self) -> str:
-        """See :attr:`Fleet.store_lost`."""
         return self.store.lost or (self._members.lost if self._members is not None else "") or self.seat_lost
 
     @property
@@ -118,7 +117,6 @@ class NodeGroup(Rendezvous):
     # -- starts
 
     def begin(self, number: int) -> JobStart:
-        """See :meth:`Fleet.begin`."""
         self._close_members()
         self._members = self.open_members(number)
         self.deaths = DeathRegister(self._members, self.store if self.job.nnodes > 1 else None, number, self._me)
@@ -169,7 +167,6 @@ class NodeGroup(Rendezvous):
         return {int(rank): node for rank, node in self.read(f"start/{number}").items()}
 
     def restart_on(self, state: JobState) -> tuple[int, ...]:
-        """See :meth:`Fleet.restart_on`."""
         ranks = super().restart_on(state)
         may_restart = not self.store_lost and self.number < self.job.max_restarts
         return self.agree_on_restart(self.number + 1, ranks) if may_restart else ranks
@@ -194,11 +191,9 @@ class NodeGroup(Rendezvous):
         return tuple(self._nodes_of_workers(number))
 
     def is_restarted(self) -> bool:
-        """See :meth:`Fleet.is_restarted`."""
         return self.store.get(f"start/{self.number + 1}") is not None
 
     def free_number(self, least: int) -> int:
-        """See :meth:`Fleet.free_number`."""
         while not self.store.create(f"number/{least}", str(self._me)):
             least += 1
         self._own = (*self._own, least)
@@ -206,7 +201,6 @@ class NodeGroup(Rendezvous):
         return least
 
     def note_start(self, slices: int, order: str) -> None:
-        """See :meth:`Fleet.note_start`."""
         if self.slices == 0:
             with contextlib.suppress(StoreLost):  # then no launcher will come
                 self.store.create("order", order)
@@ -214,12 +208,10 @@ class NodeGroup(Rendezvous):
 
     @property
     def slices(self) -> int:
-        """See :attr:`Fleet.slices`."""
         return int(self.store.get("slices") or 0)
 
     @property
     def order(self) -> str:
-        """See :attr:`Fleet.order`."""
         return self.store.get("order") or ""
 
     # -- record replication
@@ -233,7 +225,6 @@ class NodeGroup(Rendezvous):
         return self._replication.receive(self._others)
 
     def exchange(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> NodeChanges:
-        """See :meth:`Fleet.exchange`."""
         changes = NodeChanges()
         if self.job.nnodes > 1 and not self.store_lost:
             with contextlib.suppress(StoreLost):  # detected at the next check
@@ -275,7 +266,6 @@ class NodeGroup(Rendezvous):
     # -- conditions of all nodes
 
     def post(self, what: str, *, true: bool) -> None:
-        """See :meth:`Fleet.post`."""
         if self.job.nnodes == 1 or true == (what in self._posted) or self.store_lost:
             return
         key = f"says/{self._me}/{what}"
@@ -288,20 +278,16 @@ class NodeGroup(Rendezvous):
                 self.store.delete(key)
 
     def all_posted(self, what: str, nodes: Sequence[int] | None = None) -> bool:
-        """See :meth:`Fleet.all_posted`."""
         wanted = [node for node, peer in self._others.items() if not peer.is_lost] if nodes is None else nodes
         return all(self.store.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
 
     def is_first(self) -> bool:
-        """See :meth:`Fleet.is_first`."""
         return all(peer.is_lost or node > self._me for node, peer in self._others.items())
 
     def any_posted(self, what: str) -> bool:
-        """See :meth:`Fleet.any_posted`."""
         return any(self.all_posted(what, [node]) for node, peer in self._others.items() if not peer.is_lost)
 
     def ranks_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """See :meth:`Fleet.ranks_of`."""
         return tuple(node for node, peer in self._others.items() if not set(ranks).isdisjoint(peer.ranks))
 
     def stop_all(self) -> bool:
@@ -315,19 +301,16 @@ class NodeGroup(Rendezvous):
         return self.is_stopping()
 
     def is_stopping(self) -> bool:
-        """See :meth:`Fleet.is_stopping`."""
         return self.store.get("stop") is not None
 
     # -- changes to the running job
 
     def request(self, changes: Mapping[str, Any]) -> None:
-        """See :meth:`Fleet.request`."""
         number, text = self._requests, json.dumps(changes)
         while not self.store.create(f"asked/{number}", text):
             number += 1
 
     def requests(self) -> list[dict[str, Any]]:
-        """See :meth:`Fleet.requests`."""
         new = []
         while (text := self.store.get(f"asked/{self._requests}")) is not None:
             self._requests += 1
@@ -335,11 +318,9 @@ class NodeGroup(Rendezvous):
         return new
 
     def ask_to_leave(self, rank: int) -> None:
-        """See :meth:`Fleet.ask_to_leave`."""
         self.store.put(f"leave/{rank}", str(self._me))
 
     def is_leaving(self) -> tuple[int, ...]:
-        """See :meth:`Fleet.is_leaving`."""
         leavers = tuple(rank for rank in self._own if self.store.get(f"leave/{rank}") is not None)
         for rank in leavers:
             self.store.delete(f"leave/{rank}")

@@ -26,7 +26,6 @@ class MetricsDisplay(Display):
     """Metrics by HTTP, or in a file: ``--metrics-port`` and ``--metrics-file``."""
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         path = job.metrics_file
         if not job.metrics_port and path is None:
             return
@@ -43,7 +42,6 @@ class MetricsDisplay(Display):
             check_writable(path.parent, "--metrics-file: the folder")
 
     def open(self, run: RunState) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
         job = run.job
         if job.node_rank != 0 or not (job.metrics_port or job.metrics_file is not None):
             return ()
@@ -59,7 +57,6 @@ class KubeflowDisplay(Display):
     """Progress in the status of a TrainJob, if the job is one."""
 
     def open(self, run: RunState) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
         if run.job.node_rank != 0 or _TRAIN_JOB not in os.environ:
             return ()
         from holdfast.observe.monitor.kubeflow import progress_reporter
@@ -75,12 +72,10 @@ class DashboardDisplay(Display):
         self._dashboard: Dashboard | None = None
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         if job.dashboard:
             host_and_port(job.dashboard, "--dashboard")
 
     def open(self, run: RunState) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
         job = run.job
         if not job.dashboard or job.node_rank != 0:
             return ()
@@ -90,17 +85,14 @@ class DashboardDisplay(Display):
         return (QueuedSink(self._dashboard, run.view.print_line),)
 
     def watch(self, sinks: Sequence[QueuedSink]) -> None:
-        """See :meth:`Display.watch`."""
         if self._dashboard is not None:
             self._dashboard.watch(sinks)
 
     def answer(self, attempt: JobAttempt, run: RunState, bus: RecordBus, stopping: StopProcedure) -> None:
-        """See :meth:`Display.answer`."""
         if self._dashboard is not None:
             self._dashboard.answer(attempt, run, bus, stopping)
 
     def finish(self, exit_code: int, message: str) -> None:
-        """See :meth:`Display.finish`."""
         if self._dashboard is not None:
             self._dashboard.finish(exit_code, message)
 
@@ -109,7 +101,6 @@ class PageDisplay(Display):
     """The page of a job that has ended, ``index.html`` beside its report, if jinja2 and matplotlib are installed."""
 
     def write(self, job: Job) -> None:
-        """See :meth:`Display.write`."""
         if job.page and job.report_dir is not None and _can_draw():
             from holdfast.observe.page.html import write_page
 

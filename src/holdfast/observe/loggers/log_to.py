@@ -37,7 +37,6 @@ class LoggerDisplay(Display):
         self._earlier = Leftovers("")
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         targets = parse_targets(job.log_to)
         for target in targets:
             target.check()
@@ -97,7 +96,6 @@ class LoggerDisplay(Display):
         return [QueuedSink(sink, say, last_s=LAST_S) for sink in sinks]
 
     def close(self) -> None:
-        """See :meth:`Display.close`."""
         self._earlier.close()
 
 

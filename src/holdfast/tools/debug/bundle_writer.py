@@ -29,12 +29,10 @@ class BundleDisplay(Display):
     """The bundles of ``--debug-bundles``."""
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         if job.debug_bundles not in ("", OFF):
             check_writable(Path(job.debug_bundles), "--debug-bundles")
 
     def open(self, run: RunState) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
         job = run.job
         if job.node_rank != 0 or job.debug_bundles in ("", OFF):
             return ()
