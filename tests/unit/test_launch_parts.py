@@ -29,9 +29,9 @@ from holdfast.launch.processes import Process, WatchedWorker, children_of, desce
 from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView
+from holdfast.launch.script_failure import describe
 from holdfast.launch.stopping import StopProcedure
 from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker import describe
 from holdfast.observe.terminal.views import make_view
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
