@@ -11,15 +11,15 @@ from unittest.mock import Mock
 import pytest
 
 from holdfast.config import Settings
-from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.elasticity import ElasticWorkers
-from holdfast.launch.fleet import Fleet
+from holdfast.launch.fleet.base import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.population import WorkerPopulation
-from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.supervise.processes import Process, WatchedWorker, pair_path
 from holdfast.records.files import FileRecorder
 from holdfast.records.paths import records_path
 from holdfast.records.types import StepCommitted, WorkerEnded
@@ -90,7 +90,7 @@ def test_output_that_cannot_be_read_is_named_once_and_costs_the_job_nothing(path
         raise OSError(number, os.strerror(number), path)
 
     with monkeypatch.context() as refused:
-        refused.setattr("holdfast.launch.tail.os.open", refuse_to_open)
+        refused.setattr("holdfast.launch.supervise.tail.os.open", refuse_to_open)
         if not goes_on:
             with pytest.raises(OSError, match=os.strerror(number)):
                 files.output()
@@ -104,7 +104,7 @@ def test_output_that_cannot_be_read_is_named_once_and_costs_the_job_nothing(path
 
 
 def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pair_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
+    monkeypatch.setattr("holdfast.launch.supervise.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
     paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
@@ -119,7 +119,7 @@ def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pa
 
 
 def test_processes_are_known_although_their_file_was_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr("holdfast.launch.supervise.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
     paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
@@ -145,7 +145,8 @@ REFUSED = f"cannot start {sys.executable}: Exec format error; it may have been r
 def test_a_replacement_that_cannot_be_started_is_tried_again_and_costs_the_job_nothing(tmp_path, monkeypatch):
     started, lines = [], []
     monkeypatch.setattr(
-        "holdfast.launch.attempt.start", lambda *given: started.append(given[1]) or SimpleNamespace(poll=lambda: None)
+        "holdfast.launch.supervise.attempt.start",
+        lambda *given: started.append(given[1]) or SimpleNamespace(poll=lambda: None),
     )
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
     paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
@@ -164,7 +165,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again_and_costs_the_job_n
     elastic._run.population.died(1, now_s)
 
     with monkeypatch.context() as broken:
-        broken.setattr("holdfast.launch.attempt.start", refuse)
+        broken.setattr("holdfast.launch.supervise.attempt.start", refuse)
         elastic.start_newcomers(attempt)
     assert (waits, attempt.processes) == ([], (0, 1))
     assert lines == [f"rank 2 cannot be started: {REFUSED}"]
@@ -184,8 +185,8 @@ def test_a_start_that_fails_leaves_no_process_and_ends_the_job_in_one_line(tmp_p
         started.append(SimpleNamespace(poll=lambda: None, pid=1))
         return started[-1]
 
-    monkeypatch.setattr("holdfast.launch.attempt.start", start_one)
-    monkeypatch.setattr("holdfast.launch.fleet.end", lambda processes, *_: ended.extend(processes))
+    monkeypatch.setattr("holdfast.launch.supervise.attempt.start", start_one)
+    monkeypatch.setattr("holdfast.launch.fleet.base.end", lambda processes, *_: ended.extend(processes))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
     paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     launcher = Launcher.__new__(Launcher)

@@ -12,9 +12,9 @@ import time
 import pytest
 from lock_holders import wait_for
 
-from holdfast.launch import fork_server
-from holdfast.launch.fork_server import ForkServer
-from holdfast.launch.processes import Process
+from holdfast.launch.supervise import fork_server
+from holdfast.launch.supervise.fork_server import ForkServer
+from holdfast.launch.supervise.processes import Process
 
 TRACER = """
 import ctypes, sys, time

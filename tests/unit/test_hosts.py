@@ -13,15 +13,15 @@ import pytest
 from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch import worker_context
 from holdfast.launch.command_line import resume_command
 from holdfast.launch.control import announce, find
-from holdfast.launch.hostlist import Host, parse_hosts
+from holdfast.launch.fleet.hostlist import Host, parse_hosts
+from holdfast.launch.fleet.mpi_hosts import MpiHosts, RemoteAgent, check_hosts, shared_folder
 from holdfast.launch.job import Job
 from holdfast.launch.job_rules import HOST_RULES
-from holdfast.launch.mpi_hosts import MpiHosts, RemoteAgent, check_hosts, shared_folder
-from holdfast.launch.processes import Process, WatchedWorker
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise import worker_context
+from holdfast.launch.supervise.processes import Process, WatchedWorker
 
 FAR, AWAY = "203.0.113.1", "203.0.113.2"
 """Addresses that are no machine's (RFC 5737)."""

@@ -18,20 +18,27 @@ import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
-from holdfast.launch.attempt import _environment
 from holdfast.launch.exit_status import explain, why_not_again
-from holdfast.launch.hostlist import Host
+from holdfast.launch.fleet.hostlist import Host
+from holdfast.launch.fleet.node_faults import RandomKiller
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
-from holdfast.launch.node_faults import RandomKiller
-from holdfast.launch.processes import Process, WatchedWorker, children_of, descendants_of, end_gently, wait_for_end
 from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView
-from holdfast.launch.script_failure import describe
 from holdfast.launch.stopping import StopProcedure
-from holdfast.launch.tail import LineTail, RecordTail
+from holdfast.launch.supervise.attempt import _environment
+from holdfast.launch.supervise.processes import (
+    Process,
+    WatchedWorker,
+    children_of,
+    descendants_of,
+    end_gently,
+    wait_for_end,
+)
+from holdfast.launch.supervise.script_failure import describe
+from holdfast.launch.supervise.tail import LineTail, RecordTail
 from holdfast.observe.terminal.views import make_view
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
@@ -158,7 +165,7 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 @pytest.mark.parametrize(("before", "ended_by"), [("", signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
 def test_a_process_is_asked_to_end_before_it_is_killed(monkeypatch, before, ended_by):
-    monkeypatch.setattr("holdfast.launch.processes._GRACE_S", 0.3)
+    monkeypatch.setattr("holdfast.launch.supervise.processes._GRACE_S", 0.3)
     child = sleeper(before)
     process = Process.of(child.pid)
     assert process is not None
@@ -170,7 +177,7 @@ def test_a_process_is_asked_to_end_before_it_is_killed(monkeypatch, before, ende
 
 ORPHANS = """
 import os, subprocess, sys, time
-from holdfast.launch.processes import adopt_orphans, children_of, end_children
+from holdfast.launch.supervise.processes import adopt_orphans, children_of, end_children
 adopt_orphans()
 leave = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
 child = subprocess.Popen([sys.executable, "-c", leave], stdout=subprocess.PIPE, text=True)
@@ -296,8 +303,10 @@ def test_a_script_that_cannot_be_read_shows_where(tmp_path):
 
 def test_each_victim_is_killed_once_when_its_time_has_come(monkeypatch):
     killed, now_s = [], 10.0
-    monkeypatch.setattr("holdfast.launch.node_faults.mtbf_schedule", lambda *_: [(1.0, 2), (1.5, 0)])
-    monkeypatch.setattr("holdfast.launch.node_faults.kill_worker", lambda run, bus, attempt, rank: killed.append(rank))
+    monkeypatch.setattr("holdfast.launch.fleet.node_faults.mtbf_schedule", lambda *_: [(1.0, 2), (1.5, 0)])
+    monkeypatch.setattr(
+        "holdfast.launch.fleet.node_faults.kill_worker", lambda run, bus, attempt, rank: killed.append(rank)
+    )
     job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings())
     clock, state = SimpleNamespace(now_s=lambda: now_s), SimpleNamespace(living=lambda: (0, 1, 2))
     killer = RandomKiller(SimpleNamespace(job=job, clock=clock, state=state), SimpleNamespace(has_committed=True))

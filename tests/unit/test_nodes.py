@@ -15,13 +15,12 @@ import pytest
 from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, JobError
-from holdfast.launch import nodes
-from holdfast.launch.fleet import NodeChanges
+from holdfast.launch.fleet.base import NodeChanges, nodes
+from holdfast.launch.fleet.node_health import NodeCheck
+from holdfast.launch.fleet.nodes import FENCE_LEASES, NodeGroup
+from holdfast.launch.fleet.rendezvous import hub_places, split_place
 from holdfast.launch.job import Job
 from holdfast.launch.job_rules import NODE_RULES
-from holdfast.launch.node_health import NodeCheck
-from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
-from holdfast.launch.rendezvous import hub_places, split_place
 from holdfast.membership import Hub, open_store
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import Recovered, StepCommitted, WorkerEnded
@@ -605,7 +604,7 @@ def test_a_machine_that_cannot_connect_to_itself_says_so_at_once(make_job, monke
     def unreachable(*_):
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
-    monkeypatch.setattr("holdfast.launch.rendezvous.address_towards", unreachable)
+    monkeypatch.setattr("holdfast.launch.fleet.rendezvous.address_towards", unreachable)
 
     with pytest.raises(JobError, match=r"127\.0\.0\.1: Network is unreachable; bring its loopback interface up"):
         NodeGroup(make_job(0, nnodes=1, rdzv=""))

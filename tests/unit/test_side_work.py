@@ -24,10 +24,12 @@ from holdfast.distributed import comm_thread
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.engine import exits
-from holdfast.launch import health, killed_workers, watcher
-from holdfast.launch.health import HealthMonitor
-from holdfast.launch.killed_workers import KilledWorkers
+from holdfast.launch.health import killed_workers
+from holdfast.launch.health import monitor as health
+from holdfast.launch.health.killed_workers import KilledWorkers
+from holdfast.launch.health.monitor import HealthMonitor
 from holdfast.launch.run_view import RunStatus, SteadyView
+from holdfast.launch.supervise import watcher
 from holdfast.membership import Hub, open_store
 from holdfast.membership import server as hub_server
 from holdfast.records import beacon as beacons

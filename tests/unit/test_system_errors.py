@@ -17,8 +17,8 @@ from holdfast.base.system_errors import error_of_a_new_file, refusal
 from holdfast.base.temporary import TemporaryFolder
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launch import fork_server, processes, worker
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise import fork_server, processes, worker
 
 
 def refused(number, name=None):

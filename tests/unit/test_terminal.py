@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from holdfast.base.formatting import rough, speed, timer
+from holdfast.launch.health.starting import StartupStatus
+from holdfast.launch.health.waiting_for import what_workers_wait_for
 from holdfast.launch.run_view import RunStatus
-from holdfast.launch.starting import StartupStatus
-from holdfast.launch.waiting_for import what_workers_wait_for
 from holdfast.observe.terminal import views as live
 from holdfast.observe.terminal.views import LiveView, PlainView, _panel, make_view, progress_line
 from holdfast.records.activity import current_activity

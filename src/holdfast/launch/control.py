@@ -19,9 +19,9 @@ from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError, refuse
 from holdfast.launch.command_line import command_line
 from holdfast.launch.job import Job
-from holdfast.launch.processes import Process
 from holdfast.launch.run_paths import SHARED
-from holdfast.launch.tail import LineTail
+from holdfast.launch.supervise.processes import Process
+from holdfast.launch.supervise.tail import LineTail
 from holdfast.recovery.registry import strategy_class, strategy_names
 
 _ABOUT = "job.json"

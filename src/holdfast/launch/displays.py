@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Sequence
 
 from holdfast.base.registered import named
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.job import Job
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.stopping import StopProcedure
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.records.queued import QueuedSink, close_all
 
 BUILT_IN = {

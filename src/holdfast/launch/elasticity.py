@@ -10,10 +10,10 @@ from typing import Any
 
 from holdfast.base.system_errors import refusal
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, append, check
-from holdfast.launch.fleet import JobStart
+from holdfast.launch.fleet.base import JobStart
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.records.paths import requests_path
 from holdfast.records.types import ActionRequested
 

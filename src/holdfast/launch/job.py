@@ -16,7 +16,7 @@ from holdfast.launch.target import MODULE
 from holdfast.setting_choices import POLICIES
 
 if TYPE_CHECKING:
-    from holdfast.launch.hostlist import Host
+    from holdfast.launch.fleet.hostlist import Host
     from holdfast.records.types import Record
 
 MAX_RESPAWNS = 16

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from holdfast.base.rules import Rule, check_rules
 from holdfast.config import MOST_WORKERS
+from holdfast.launch.fleet.mpi_hosts import check_hosts
+from holdfast.launch.fleet.rendezvous import forms_of_urls, hub_places, is_place, split_place
 from holdfast.launch.job import Job, check_writable, is_remote
-from holdfast.launch.mpi_hosts import check_hosts
-from holdfast.launch.rendezvous import forms_of_urls, hub_places, is_place, split_place
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import Strategy

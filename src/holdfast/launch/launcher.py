@@ -14,23 +14,20 @@ from holdfast.base.system_errors import refusal
 from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
-from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
 from holdfast.launch.checkpoint_lock import checkpoints_locked
 from holdfast.launch.control import announce, note_wait
 from holdfast.launch.displays import make_displays, open_displays
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
-from holdfast.launch.fleet import Fleet, JobStart
-from holdfast.launch.fork_server import ForkServer, is_useful
-from holdfast.launch.gpus import check_gpus, sharing_line
-from holdfast.launch.health import HealthMonitor
+from holdfast.launch.fleet.base import Fleet, JobStart
+from holdfast.launch.fleet.mpi_hosts import FENCE_S, MpiHosts, shared_folder
+from holdfast.launch.fleet.node_faults import NodeFaults, RandomKiller, check_node_faults
+from holdfast.launch.fleet.node_health import NodeCheck
+from holdfast.launch.fleet.nodes import NodeGroup
+from holdfast.launch.health.monitor import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome
 from holdfast.launch.job_rules import check
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, shared_folder
-from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
-from holdfast.launch.node_health import NodeCheck
-from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -38,6 +35,9 @@ from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView, SteadyView
 from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
+from holdfast.launch.supervise.attempt import AttemptFiles, JobAttempt, common_environment
+from holdfast.launch.supervise.fork_server import ForkServer, is_useful
+from holdfast.launch.supervise.gpus import check_gpus, sharing_line
 from holdfast.records.event_log import EventLog
 from holdfast.records.queued import SinkCount, close_all
 from holdfast.records.types import JobRestarted

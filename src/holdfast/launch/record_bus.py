@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from holdfast.base.clock import Clock
 from holdfast.base.side_work import run_aside
 from holdfast.base.slurm import read_step
-from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.control import RunningJob, note_wait
-from holdfast.launch.fleet import Fleet
+from holdfast.launch.fleet.base import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView
+from holdfast.launch.supervise.attempt import AttemptFiles, JobAttempt
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder

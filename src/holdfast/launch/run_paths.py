@@ -13,7 +13,7 @@ from typing import Self
 from holdfast.base.system_errors import is_limit
 from holdfast.base.temporary import TemporaryFolder, is_missing, sweep
 from holdfast.errors import ConfigError
-from holdfast.launch.processes import this_node
+from holdfast.launch.supervise.processes import this_node
 
 _PREFIX = "holdfast-"
 SHARED = "shared"

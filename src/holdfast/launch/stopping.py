@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from holdfast.launch.attempt import JobAttempt
+from holdfast.launch.fleet.nodes import FENCE_LEASES
 from holdfast.launch.job_state import JobBroken, JobCompleted, NodeDeparted, Verdict
-from holdfast.launch.nodes import FENCE_LEASES
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.records.paths import stop_path
 
 _TOGETHER_S = 1.0

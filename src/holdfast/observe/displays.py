@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.displays import Display
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.stopping import StopProcedure
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.observe.address import host_and_port
 from holdfast.records.queued import QueuedSink
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
 from holdfast.launch.displays import Display
+from holdfast.launch.fleet.rendezvous import hub_places
 from holdfast.launch.job import Job, check_writable, is_remote
 from holdfast.launch.record_bus import RunState
-from holdfast.launch.rendezvous import hub_places
 from holdfast.observe.loggers.leftovers import Leftovers, mark_run
 from holdfast.observe.loggers.targets import LogTarget, parse_targets
 from holdfast.records.paths import media_dir, media_elsewhere_path

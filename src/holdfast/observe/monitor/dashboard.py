@@ -20,14 +20,14 @@ from typing import Any
 from holdfast.base.clock import Clock
 from holdfast.base.side_work import run_aside
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.control import RunningJob, request_changes
+from holdfast.launch.fleet.node_faults import kill_worker
 from holdfast.launch.job import Job
-from holdfast.launch.node_faults import kill_worker
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stopping import StopProcedure
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.observe.address import host_and_port
 from holdfast.observe.monitor.feed import Feed, Refused, run_id
 from holdfast.observe.monitor.log_lines import last_lines

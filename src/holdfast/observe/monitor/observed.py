@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.launch.control import RunningJob, waits_for
-from holdfast.launch.processes import Process, WatchedWorker, this_node
-from holdfast.launch.tail import RecordTail
+from holdfast.launch.supervise.processes import Process, WatchedWorker, this_node
+from holdfast.launch.supervise.tail import RecordTail
 from holdfast.observe.monitor.usage import ProcessUsage, UsageMeter
 from holdfast.observe.monitor.view import LiveState, RunInfo
 

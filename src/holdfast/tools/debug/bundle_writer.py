@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.launch.displays import Display
+from holdfast.launch.health.stacks import OFF
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.record_bus import RunState
-from holdfast.launch.stacks import OFF
 from holdfast.records.queued import NotTaken, QueuedSink
 from holdfast.records.types import JobRestarted, Record, Recovered, WorkerFenced
 

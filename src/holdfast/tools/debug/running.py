@@ -10,9 +10,9 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 from holdfast.launch.control import RunningJob
-from holdfast.launch.debug_handlers import handlers_path
-from holdfast.launch.processes import WatchedWorker, this_node
-from holdfast.launch.stacks import stack_from_outside
+from holdfast.launch.health.stacks import stack_from_outside
+from holdfast.launch.supervise.debug_handlers import handlers_path
+from holdfast.launch.supervise.processes import WatchedWorker, this_node
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.tools.debug.bundle import BundleSource

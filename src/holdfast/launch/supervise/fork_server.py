@@ -1,7 +1,7 @@
 """The fork server of a node: a process that imports torch once, and forks the workers of this node from itself.
 
 A worker, a spare or a replacement then starts in milliseconds instead of importing torch for seconds, and the pages of
-the imported modules are shared. Each starter, see :mod:`holdfast.launch.starter`, asks the server for a watcher; the
+the imported modules are shared. Each starter, see :mod:`holdfast.launch.supervise.starter`, asks the server for a watcher; the
 watcher forks the worker, as it does without a server. Nothing depends on the server afterwards: it may be killed at any
 time, and starters that reach none start their workers without it.
 
@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
-from holdfast.launch.processes import Process, die_with_parent, open_log
+from holdfast.launch.supervise.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
+from holdfast.launch.supervise.processes import Process, die_with_parent, open_log
 
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
@@ -75,7 +75,14 @@ class ForkServer:
         ours = listener.fileno(), ready
         with os.fdopen(open_log(log), "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), str(os.getpid()), *words],
+                [
+                    sys.executable,
+                    "-m",
+                    "holdfast.launch.supervise.fork_server",
+                    *map(str, ours),
+                    str(os.getpid()),
+                    *words,
+                ],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -193,9 +200,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 
 def _become_watcher(connection: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
     """Take over the surroundings of the starter, and be the watcher of its worker."""
-    from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above
-    from holdfast.launch.worker import run_watched
-    from holdfast.launch.worker_context import read_our_clock
+    from holdfast.launch.supervise.watcher import Starter, end_if_orphaned, mpirun_above
+    from holdfast.launch.supervise.worker import run_watched
+    from holdfast.launch.supervise.worker_context import read_our_clock
 
     try:
         _take_over(request, files)
@@ -211,7 +218,7 @@ def _become_watcher(connection: socket.socket, request: dict[str, Any], files: l
 
 def _answer(connection: socket.socket) -> None:
     """Tell the starter that its watcher runs, with a pidfd of it and one of the launcher, unless that is elsewhere."""
-    from holdfast.launch.worker_context import launcher_process
+    from holdfast.launch.supervise.worker_context import launcher_process
 
     launcher = launcher_process()
     handle = None if launcher is None else launcher.open()

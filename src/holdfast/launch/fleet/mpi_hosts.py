@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import ConfigError, refuse
-from holdfast.launch.fleet import Fleet
+from holdfast.launch.fleet.base import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, Verdict
-from holdfast.launch.processes import Process, WatchedWorker, this_node
 from holdfast.launch.run_paths import RunPaths
-from holdfast.launch.worker_context import LAUNCHER_NODE
+from holdfast.launch.supervise.processes import Process, WatchedWorker, this_node
+from holdfast.launch.supervise.worker_context import LAUNCHER_NODE
 
 SSH = ("ssh", "-o", "BatchMode=yes")
 """Never prompts: the launcher has no terminal input."""
@@ -115,7 +115,7 @@ class RemoteProcess(Process):
 
 FENCE_S = 3.0
 """How long a restart waits after a host was lost: its workers may live, and their watchers look once a second whether they
-still belong to the job, see :mod:`holdfast.launch.watcher`."""
+still belong to the job, see :mod:`holdfast.launch.supervise.watcher`."""
 _NO_DAEMON = "A daemon failed to report back after being spawned"
 """Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 _MARK = "holdfast-node"

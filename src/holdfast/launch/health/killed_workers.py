@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.base.side_work import run_aside
-from holdfast.launch.deaths import DeathRegister
-from holdfast.launch.processes import Process
+from holdfast.launch.health.deaths import DeathRegister
+from holdfast.launch.supervise.processes import Process
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.summary.event_lines import cause_of_death

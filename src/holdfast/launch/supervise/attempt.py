@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from holdfast.base.system_errors import error_of_a_new_file, is_limit
 from holdfast.config import RESPAWNS, Settings
 from holdfast.engine.start_rank import CHOSEN_ALONE, LOOPBACK
-from holdfast.launch.fleet import Fleet
-from holdfast.launch.fork_protocol import FORK_SERVER
-from holdfast.launch.fork_server import ForkServer
-from holdfast.launch.gpus import for_workers
+from holdfast.launch.fleet.base import Fleet
 from holdfast.launch.hash_seed import HASH_SEED, hash_seed
-from holdfast.launch.killed_workers import KilledWorkers
-from holdfast.launch.processes import Process, WatchedWorker, end_without_files, pair_path, start, this_node
+from holdfast.launch.health.killed_workers import KilledWorkers
+from holdfast.launch.health.stacks import stack_path
+from holdfast.launch.health.starting import StartupStatus
 from holdfast.launch.run_paths import RunPaths
-from holdfast.launch.slots import Slots
-from holdfast.launch.stacks import stack_path
-from holdfast.launch.starting import StartupStatus
-from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
+from holdfast.launch.supervise.fork_protocol import FORK_SERVER
+from holdfast.launch.supervise.fork_server import ForkServer
+from holdfast.launch.supervise.gpus import for_workers
+from holdfast.launch.supervise.processes import Process, WatchedWorker, end_without_files, pair_path, start, this_node
+from holdfast.launch.supervise.slots import Slots
+from holdfast.launch.supervise.tail import LineTail, RecordTail
+from holdfast.launch.supervise.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
 from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
@@ -86,7 +86,7 @@ class JobAttempt:
         if job.max_respawns:
             self._env[RESPAWNS] = str(job.max_respawns)
         self._env |= fleet.variables(settings.origin_s)
-        worker = [sys.executable, "-m", "holdfast.launch.starter", *job.words]
+        worker = [sys.executable, "-m", "holdfast.launch.supervise.starter", *job.words]
         self._command = [*job.fabric.launch_command(len(ranks), fleet.mpirun_words(self._env)), *worker]
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}

@@ -21,11 +21,11 @@ from typing import NoReturn
 
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import Fault, FaultPlan, mtbf_schedule
-from holdfast.launch import network_partition as cut
-from holdfast.launch.attempt import JobAttempt
+from holdfast.launch.fleet import network_partition as cut
 from holdfast.launch.job import Job
-from holdfast.launch.processes import end_at_once
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.supervise.attempt import JobAttempt
+from holdfast.launch.supervise.processes import end_at_once
 from holdfast.membership.store import address_towards
 from holdfast.records.beacon import UNCONNECTED
 from holdfast.records.paths import strike_path

@@ -1,6 +1,6 @@
 """The register of deaths of one start of a job, to which everything that sees a worker die reports.
 
-The thread that waits for the end of each worker reports here at once (:mod:`holdfast.launch.killed_workers`), then the record
+The thread that waits for the end of each worker reports here at once (:mod:`holdfast.launch.health.killed_workers`), then the record
 bus, when it reads how a worker ended, and the launchers of other nodes, when a node is lost with its workers.
 """
 

@@ -11,12 +11,12 @@ from types import TracebackType
 
 from holdfast.base.system_errors import refusal
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
-from holdfast.launch.gpus import hint_for
+from holdfast.launch.supervise.gpus import hint_for
 from holdfast.records.types import ScriptFailed
 
 _WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL)
 """Errors of the system that are due to what the script asked for."""
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
 _BELOW_US = re.compile(r"/(site|dist)-packages/(torch|numpy)/")

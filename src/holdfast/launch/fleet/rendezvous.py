@@ -1,6 +1,6 @@
 """Rendezvous of the launchers of a job: a shared store, and a seat in it for each node.
 
-:mod:`holdfast.launch.nodes` lists the keys of the store.
+:mod:`holdfast.launch.fleet.nodes` lists the keys of the store.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from holdfast.base.formatting import count
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, JobError, StoreLost, refuse
 from holdfast.launch.command_line import OPTIONS
-from holdfast.launch.fleet import Fleet
+from holdfast.launch.fleet.base import Fleet
+from holdfast.launch.fleet.node_health import NodeCheck
 from holdfast.launch.job import Job
-from holdfast.launch.node_health import NodeCheck
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.store import address_towards, is_port
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from holdfast.launch.starting import StartupStatus
+from holdfast.launch.health.starting import StartupStatus
 
 CONNECTING = "connect"
 """Phase of a worker that waits to be connected to the others."""

@@ -1,7 +1,7 @@
 """The machines of a job as its launcher sees them: the workers on them, their deaths, and how they are reached.
 
-A fleet is one machine (:class:`Fleet`), hosts on which mpirun starts workers (:class:`~holdfast.launch.mpi_hosts.MpiHosts`),
-or nodes that share a store, each with a launcher of its own (:class:`~holdfast.launch.nodes.NodeGroup`).
+A fleet is one machine (:class:`Fleet`), hosts on which mpirun starts workers (:class:`~holdfast.launch.fleet.mpi_hosts.MpiHosts`),
+or nodes that share a store, each with a launcher of its own (:class:`~holdfast.launch.fleet.nodes.NodeGroup`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.launch.deaths import DeathRegister
+from holdfast.launch.health.deaths import DeathRegister
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState, Verdict
-from holdfast.launch.processes import WatchedWorker, end
+from holdfast.launch.supervise.processes import WatchedWorker, end
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import Record
 
@@ -162,7 +162,7 @@ class Fleet:
     def end(
         self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None
     ) -> None:
-        """Kill what was started for the job, and all processes below it; see :func:`~holdfast.launch.processes.end`."""
+        """Kill what was started for the job, and all processes below it; see :func:`~holdfast.launch.supervise.processes.end`."""
         end(processes, pairs, forked_by)
 
     # -- the other launchers

@@ -1,7 +1,7 @@
-"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), started by mpirun or by the launcher.
+"""One worker: ``python -m holdfast.launch.supervise.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), started by mpirun or by the launcher.
 
 The process forks immediately. The child runs the script; the parent is its watcher, see
-:mod:`holdfast.launch.watcher`. With a fork server, see :mod:`holdfast.launch.fork_server`, both are forked from there.
+:mod:`holdfast.launch.supervise.watcher`. With a fork server, see :mod:`holdfast.launch.supervise.fork_server`, both are forked from there.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from holdfast.base.system_errors import is_limit, refusal
 from holdfast.config import Settings
 from holdfast.engine.start_rank import LOOPBACK, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launch.debug_handlers import handlers_path, serve_handlers
-from holdfast.launch.device_loss import device_loss
-from holdfast.launch.gpus import for_slot
-from holdfast.launch.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
-from holdfast.launch.script_failure import describe, line_in
-from holdfast.launch.slots import slot_at_start
-from holdfast.launch.stacks import stack_path, write_stacks_on_signal
-from holdfast.launch.target import Target
-from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above, watch
-from holdfast.launch.worker_context import (
+from holdfast.launch.health.stacks import stack_path, write_stacks_on_signal
+from holdfast.launch.supervise.debug_handlers import handlers_path, serve_handlers
+from holdfast.launch.supervise.device_loss import device_loss
+from holdfast.launch.supervise.gpus import for_slot
+from holdfast.launch.supervise.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
+from holdfast.launch.supervise.script_failure import describe, line_in
+from holdfast.launch.supervise.slots import slot_at_start
+from holdfast.launch.supervise.watcher import Starter, end_if_orphaned, mpirun_above, watch
+from holdfast.launch.supervise.worker_context import (
     LOG_DIR,
     STOPPED,
     launcher_process,
@@ -42,6 +41,7 @@ from holdfast.launch.worker_context import (
     read_our_clock,
     worker_name,
 )
+from holdfast.launch.target import Target
 from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
 from holdfast.records.types import DeviceLost
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from holdfast.launch.processes import Process
+    from holdfast.launch.supervise.processes import Process
 
 _WAKE_S = 1.0
 """Interval at which a worker resumes its watcher after the launcher is gone, or checks whether exit handlers are busy."""

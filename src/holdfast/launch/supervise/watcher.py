@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.base.side_work import run_aside
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.fork_protocol import FAILED, SUCCEEDED, peer
-from holdfast.launch.processes import (
+from holdfast.launch.supervise.fork_protocol import FAILED, SUCCEEDED, peer
+from holdfast.launch.supervise.processes import (
     Process,
     WatchedWorker,
     end_children,
@@ -38,7 +38,7 @@ from holdfast.launch.processes import (
     value_of,
     wait_for_end,
 )
-from holdfast.launch.worker_context import (
+from holdfast.launch.supervise.worker_context import (
     ALL_STOP,
     GRACE_S,
     LAUNCHER,

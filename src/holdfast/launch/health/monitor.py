@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence, Set
 
 from holdfast.base.phases import Phase
 from holdfast.base.side_work import run_aside
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import append
-from holdfast.launch.hangs import HangDetector, StuckWorker
-from holdfast.launch.processes import WatchedWorker, this_node
+from holdfast.launch.health.hangs import HangDetector, StuckWorker
+from holdfast.launch.health.stacks import OFF, LastStacks, innermost
+from holdfast.launch.health.starting import StartupFinding, StartupMonitor, StartupStatus
+from holdfast.launch.health.stragglers import StragglerDetector
+from holdfast.launch.health.waiting_for import what_workers_wait_for
 from holdfast.launch.record_bus import RecordBus, RunState
-from holdfast.launch.stacks import OFF, LastStacks, innermost
-from holdfast.launch.starting import StartupFinding, StartupMonitor, StartupStatus
-from holdfast.launch.stragglers import StragglerDetector
-from holdfast.launch.waiting_for import what_workers_wait_for
+from holdfast.launch.supervise.attempt import JobAttempt
+from holdfast.launch.supervise.processes import WatchedWorker, this_node
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced

@@ -42,12 +42,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.errors import StoreLost
-from holdfast.launch.deaths import DeathRegister
-from holdfast.launch.fleet import JobStart, NodeChanges, RemoteRecord
+from holdfast.launch.fleet.base import JobStart, NodeChanges, RemoteRecord
+from holdfast.launch.fleet.node_health import NodeCheck
+from holdfast.launch.fleet.rendezvous import LauncherInfo, Rendezvous
+from holdfast.launch.health.deaths import DeathRegister
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
-from holdfast.launch.node_health import NodeCheck
-from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
 from holdfast.membership import Store
 from holdfast.membership.relay import Relay
 from holdfast.membership.store import derive_key

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.base.phases import Phase
-from holdfast.launch.hangs import StuckWorker
+from holdfast.launch.health.hangs import StuckWorker
 from holdfast.records.beacon import UNCONNECTED
 from holdfast.records.texts import named_ranks
 
