@@ -190,7 +190,7 @@ def test_a_start_that_fails_leaves_no_process_and_ends_the_job_in_one_line(tmp_p
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
     paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     launcher = Launcher.__new__(Launcher)
-    launcher._fleet, launcher._job, launcher._restarts, launcher._fork_server = Fleet(job), job, 0, None
+    launcher._fleet, launcher._job, launcher._fork_server = Fleet(job), job, None
     launcher._state = launcher._health = launcher._elastic = launcher._files = Mock()
     launcher._paths, launcher._settings = paths, lambda start: job.settings
 

@@ -15,7 +15,8 @@ import pytest
 from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, JobError
-from holdfast.launch.fleet.base import NodeChanges, nodes
+from holdfast.launch.fleet import nodes
+from holdfast.launch.fleet.base import NodeChanges
 from holdfast.launch.fleet.node_health import NodeCheck
 from holdfast.launch.fleet.nodes import FENCE_LEASES, NodeGroup
 from holdfast.launch.fleet.rendezvous import hub_places, split_place

@@ -78,7 +78,7 @@ class Launcher:
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: JobAttempt | None = None
         self._displays = make_displays()
-        self._restarts, self._touched_s = 0, 0.0
+        self._touched_s = 0.0
         self._begun_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -196,9 +196,7 @@ class Launcher:
     # --- one start of the job
 
     def _run_once(self) -> Verdict:
-        if self._fleet.is_late:
-            self._restarts = self._fleet.number
-        start = self._fleet.begin(self._restarts)
+        start = self._fleet.begin(self._fleet.number)
         own = start.own
         self._state.begin(start.alive)
         self._health.begin()
@@ -288,8 +286,9 @@ class Launcher:
 
     def _settings(self, start: JobStart) -> Settings:
         settings, ranks, store = self._job.settings, start.ranks, start.store
-        again = self._restarts > 0
-        goes_on = again and self._has_begun() and (bool(settings.checkpoint_dir) or self._state.saved is not None)
+        again = self._fleet.number > 0
+        has_begun = self._fleet.begun is not None  # checkpoints are then of this job, or of the one that it resumes
+        goes_on = again and has_begun and (bool(settings.checkpoint_dir) or self._state.saved is not None)
         plan = self._plan.without(self._state.fired & set(range(len(self._plan.faults))))
         if start.own:
             plan = plan.of_node(self._job.node_rank, min(start.own))
@@ -310,31 +309,25 @@ class Launcher:
             launch_dir=self._run.running.folder,
         )
 
-    def _has_begun(self) -> bool:
-        """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
-        return self._bus.begun is not None or self._fleet.slices > 0
-
     def _slices(self, start: JobStart) -> int:
         """Return the number of slices that the job began with; 0 leaves it to the workers that begin."""
-        if self._fleet.slices:
-            return self._fleet.slices
+        if self._fleet.begun is not None:
+            return self._fleet.begun[0]
         is_short = len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
-        if self._bus.begun is not None:
-            return self._bus.begun.slices
-        return self._job.slices if self._restarts or is_short else self._job.settings.slices
+        return self._job.slices if self._fleet.number or is_short else self._job.settings.slices
 
     def _order(self) -> str:
         """Return the order of additions; a job that is restarted keeps the one that it began with."""
-        if not self._restarts or self._job.settings.order != AUTO:
+        if not self._fleet.number or self._job.settings.order != AUTO:
             return self._job.settings.order
-        return self._fleet.order or (AUTO if self._bus.begun is None else self._bus.begun.order)
+        return AUTO if self._fleet.begun is None else self._fleet.begun[1]
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
         settings = self._job.settings
-        if not (self._restarts and settings.checkpoint_auto):
+        if not (self._fleet.number and settings.checkpoint_auto):
             return settings.mtbf_s
-        return (settings.mtbf_s + self._run.clock.now_s()) / (1 + self._restarts)
+        return (settings.mtbf_s + self._run.clock.now_s()) / (1 + self._fleet.number)
 
     # --- restarts
 
@@ -355,7 +348,7 @@ class Launcher:
         refused = why_not_again(
             self._job,
             lost,
-            self._restarts,
+            self._fleet.number,
             len(ranks),
             in_vain=0 if is_blind else self._state.restarts_in_vain,
             stopping=stopping,
@@ -364,10 +357,9 @@ class Launcher:
         )
         if refused is not None:
             return refused
-        self._restarts += 1
-        self._bus.note(
-            JobRestarted(step=self._state.last_step, restart=self._restarts, workers=ranks, reason=lost.reason)
-        )
+        self._fleet.number += 1
+        step, number = self._state.last_step, self._fleet.number
+        self._bus.note(JobRestarted(step=step, restart=number, workers=ranks, reason=lost.reason))
         return None
 
     # --- the end

@@ -84,9 +84,6 @@ class RecordBus:
         self.speaks = run.fleet.is_first() or not self._is_merged
         """Whether this launcher displays what concerns the whole job. ``srun`` merges the output of all: the first does."""
 
-        self.begun: RunStarted | None = None
-        """The record of the first start in which training began."""
-
     @property
     def has_committed(self) -> bool:
         """Whether a step has been committed."""
@@ -127,7 +124,6 @@ class RecordBus:
             sink.write(record)
         match record:
             case RunStarted():
-                self.begun = self.begun or record
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)
                 self.is_distributed = is_distributed(record)
                 self._run.fleet.note_start(record.slices, record.order)

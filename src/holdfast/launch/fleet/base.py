@@ -67,10 +67,11 @@ class Fleet:
         self.deaths = DeathRegister()
         """The deaths of this start."""
         self.number = 0
-        """Restarts so far."""
+        """Number of the start: restarts so far."""
         self.is_late = False
         """Whether the job had begun before this launcher arrived."""
         self._next_ranks = job.ranks
+        self._begun: tuple[int, str] | None = None
         self._requested: list[dict[str, Any]] = []
 
     @property
@@ -120,16 +121,12 @@ class Fleet:
 
     def note_start(self, slices: int, order: str) -> None:
         """Record the job's number of slices and its order of additions, for launchers that come late and for restarts."""
+        self._begun = self._begun or (slices, order)
 
     @property
-    def slices(self) -> int:
-        """Slices of the job as launchers have recorded them, 0 before training has begun."""
-        return 0
-
-    @property
-    def order(self) -> str:
-        """Order in which the job adds gradients, as launchers have recorded it; "" before training has begun."""
-        return ""
+    def begun(self) -> tuple[int, str] | None:
+        """The first that :meth:`note_start` has recorded; None before training has begun."""
+        return self._begun
 
     # -- ends
 

@@ -201,18 +201,15 @@ class NodeGroup(Rendezvous):
         return least
 
     def note_start(self, slices: int, order: str) -> None:
-        if self.slices == 0:
+        if self.begun is None:
             with contextlib.suppress(StoreLost):  # then no launcher will come
                 self.store.create("order", order)
                 self.store.create("slices", str(slices))
 
     @property
-    def slices(self) -> int:
-        return int(self.store.get("slices") or 0)
-
-    @property
-    def order(self) -> str:
-        return self.store.get("order") or ""
+    def begun(self) -> tuple[int, str] | None:
+        slices = self.store.get("slices")
+        return None if slices is None else (int(slices), self.store.get("order") or "")
 
     # -- record replication
 

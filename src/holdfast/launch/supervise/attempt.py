@@ -25,7 +25,7 @@ from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.supervise.fork_protocol import FORK_SERVER
 from holdfast.launch.supervise.fork_server import ForkServer
 from holdfast.launch.supervise.gpus import for_workers
-from holdfast.launch.supervise.processes import Process, WatchedWorker, end_without_files, pair_path, start, this_node
+from holdfast.launch.supervise.processes import Process, WatchedWorker, end_without_files, pair_path, start
 from holdfast.launch.supervise.slots import Slots
 from holdfast.launch.supervise.tail import LineTail, RecordTail
 from holdfast.launch.supervise.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
@@ -224,7 +224,7 @@ class JobAttempt:
     def _pair_here(self, rank: int) -> WatchedWorker | None:
         """Return the processes of ``rank`` if they are on this machine."""
         pair = self.pair(rank)
-        return pair if pair is not None and pair.node in ("", this_node()) else None
+        return pair if pair is not None and pair.is_here else None
 
     def pairs(self) -> dict[int, WatchedWorker]:
         """Return the processes of all workers that have started, by rank."""

@@ -28,13 +28,12 @@ from holdfast.errors import ConfigError
 from holdfast.launch.supervise.fork_protocol import FAILED, SUCCEEDED, peer
 from holdfast.launch.supervise.processes import (
     Process,
-    WatchedWorker,
     end_children,
     end_gently,
     name_of,
     outlive_parent,
     pair_path,
-    this_node,
+    pairs_in,
     value_of,
     wait_for_end,
 )
@@ -220,15 +219,9 @@ def _request_stop(pid: int, settings: Settings) -> None:
 
 def _wake_watchers(settings: Settings) -> None:
     """Resume the other watchers on this machine, which may be stopped: their workers may be hung or have ended."""
-    for pair in _pairs(settings):
-        if pair.node in ("", this_node()):
+    for pair in pairs_in(Path(settings.run_dir)).values() if settings.run_dir else ():
+        if pair.is_here:
             pair.watcher.send(signal.SIGCONT)
-
-
-def _pairs(settings: Settings) -> list[WatchedWorker]:
-    """Return all workers of this start, alive or not, with their watchers."""
-    paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
-    return [pair for path in paths if (pair := WatchedWorker.read(path)) is not None]
 
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
@@ -247,7 +240,7 @@ def _is_last(settings: Settings) -> bool:
     launcher = launcher_process()
     if launcher is None or launcher.is_alive() or not settings.run_dir or LAUNCHER_NODE in os.environ:
         return False  # workers on other machines are not known here; mpirun ends after them
-    return not any(pair.worker.is_alive() for pair in _pairs(settings))
+    return not any(pair.worker.is_alive() for pair in pairs_in(Path(settings.run_dir)).values())
 
 
 def _end_mpirun(mpirun: Process) -> None:
