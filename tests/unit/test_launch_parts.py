@@ -18,9 +18,10 @@ import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
+from holdfast.faults.plan import FaultPlan
 from holdfast.launch.exit_status import explain, why_not_again
 from holdfast.launch.fleet.hostlist import Host
-from holdfast.launch.fleet.node_faults import RandomKiller
+from holdfast.launch.fleet.node_faults import FaultInjector
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
@@ -307,13 +308,14 @@ def test_each_victim_is_killed_once_when_its_time_has_come(monkeypatch):
     monkeypatch.setattr(
         "holdfast.launch.fleet.node_faults.kill_worker", lambda run, bus, attempt, rank: killed.append(rank)
     )
-    job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings())
+    job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings(), node_rank=0)
     clock, state = SimpleNamespace(now_s=lambda: now_s), SimpleNamespace(living=lambda: (0, 1, 2))
-    killer = RandomKiller(SimpleNamespace(job=job, clock=clock, state=state), SimpleNamespace(has_committed=True))
+    run = SimpleNamespace(job=job, clock=clock, state=state)
+    injector = FaultInjector(run, SimpleNamespace(has_committed=True), FaultPlan())
 
     counts = []
     for now_s in (10.0, 10.9, 11.0, 11.4, 12.0, 99.0):  # noqa: B007 - the clock reads it
-        killer.kill(None)
+        injector.kill_random(None)
         counts.append(len(killed))
 
     assert (counts, killed) == ([0, 0, 1, 1, 2, 2], [2, 0])

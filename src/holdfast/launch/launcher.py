@@ -21,7 +21,7 @@ from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.fleet.base import Fleet, JobStart
 from holdfast.launch.fleet.mpi_hosts import FENCE_S, MpiHosts, shared_folder
-from holdfast.launch.fleet.node_faults import NodeFaults, RandomKiller, check_node_faults
+from holdfast.launch.fleet.node_faults import FaultInjector, check_node_faults
 from holdfast.launch.fleet.node_health import NodeCheck
 from holdfast.launch.fleet.nodes import NodeGroup
 from holdfast.launch.health.monitor import HealthMonitor
@@ -133,11 +133,10 @@ class Launcher:
         self._bus = RecordBus(run)
         self._health = HealthMonitor(run, self._bus)
         self._elastic = ElasticWorkers(run, self._bus)
-        self._killer = RandomKiller(run, self._bus)
         self._stopping = StopProcedure(run, self._bus)
         self._stopping.install_handlers()
-        self._node_faults = NodeFaults(run, self._bus, self._plan)
-        undo.callback(self._node_faults.close)
+        self._faults = FaultInjector(run, self._bus, self._plan)
+        undo.callback(self._faults.close)
         undo.callback(self._end_attempt)
 
     def _open_fleet(self, node_check: NodeCheck) -> Fleet:
@@ -223,7 +222,7 @@ class Launcher:
                     or self._other_nodes_report(attempt)
                     or self._state.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
                 )
-            if verdict is None and not self._killer.kill(attempt):
+            if verdict is None and not self._faults.kill_random(attempt):
                 time.sleep(self._fleet.poll_s)
         self._state.close()
         if isinstance(verdict, JobCompleted):
@@ -235,7 +234,7 @@ class Launcher:
     def _act(self, attempt: JobAttempt) -> None:
         """Act on requests, faults and findings while the job runs."""
         self._stopping.advance(attempt)
-        self._node_faults.strike(attempt)
+        self._faults.strike(attempt)
         for display in self._displays:
             display.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
@@ -377,17 +376,9 @@ class Launcher:
         for display in self._displays:
             display.finish(exit_code, message)
         records, wall_s = records_of(self._run, has_all=self._bus.has_file()), self._run.clock.now_s()
-        report, unwritten = write_results(
-            self._job,
-            records,
-            self._plan,
-            fired=self._state.fired,
-            wall_s=wall_s,
-            displays=self._displays,
-            sinks=self._close_sinks(wall_s, self._stopping.patience_s()),
-            facts=self._provenance,
-            has_events=self._run.events is not None and self._run.events.is_final(),
-        )
+        sinks = self._close_sinks(wall_s, self._stopping.patience_s())
+        facts = {"wall_s": wall_s, "sinks": [dataclasses.asdict(sink) for sink in sinks], "job": self._provenance}
+        report, unwritten = write_results(self._run, records, self._plan, self._displays, facts)
         if unwritten:
             exit_code = exit_code or 1
             message += f"{'. The' if message else 'the'} report is incomplete: {unwritten}"

@@ -50,39 +50,21 @@ def kill_worker(
     return pair.worker.send(signal.SIGKILL)
 
 
-class RandomKiller:
-    """Kills random workers from the first committed step on (``--mtbf``)."""
-
-    def __init__(self, run: RunState, bus: RecordBus) -> None:
-        self._run = run
-        self._bus = bus
-        self._kills: deque[tuple[float, int]] | None = None
-
-    def kill(self, attempt: JobAttempt) -> bool:
-        """Kill the worker that is due; return whether one was killed."""
-        run, now_s = self._run, self._run.clock.now_s()
-        if self._kills is None and run.job.mtbf_s and self._bus.has_committed:
-            schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
-            self._kills = deque((now_s + after_s, victim) for after_s, victim in schedule)
-        if not self._kills or now_s < self._kills[0][0]:
-            return False
-        _, victim = self._kills.popleft()
-        return victim in run.state.living() and kill_worker(run, self._bus, attempt, victim)
-
-
 _HEARD_S = 0.2
 """The other launchers poll far more often, and the store may be hosted here."""
 _HEAL_S = 30.0
 
 
-class NodeFaults:
-    """Injects the planned faults of this node, when its workers request them."""
+class FaultInjector:
+    """Injects the planned faults of this node, when its workers request them, and random kills (``--mtbf``)."""
 
     def __init__(self, run: RunState, bus: RecordBus, plan: FaultPlan) -> None:
         self._run = run
         self._bus = bus
         self._planned = {n: fault for n, fault in enumerate(plan.faults) if fault.node == run.job.node_rank}
         self._cuts: list[subprocess.Popen[bytes]] = []
+        self._kills: deque[tuple[float, int]] | None = None
+        """When to kill which worker; None until the first step is committed."""
 
     def strike(self, attempt: JobAttempt) -> None:
         """Inject the faults that workers have requested."""
@@ -95,6 +77,17 @@ class NodeFaults:
                     end_at_once(spared=[process.pid for process in self._cuts])
                 self._cut(fault)
                 request.unlink()
+
+    def kill_random(self, attempt: JobAttempt) -> bool:
+        """Kill the worker that is due; return whether one was killed."""
+        run, now_s = self._run, self._run.clock.now_s()
+        if self._kills is None and run.job.mtbf_s and self._bus.has_committed:
+            schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
+            self._kills = deque((now_s + after_s, victim) for after_s, victim in schedule)
+        if not self._kills or now_s < self._kills[0][0]:
+            return False
+        _, victim = self._kills.popleft()
+        return victim in run.state.living() and kill_worker(run, self._bus, attempt, victim)
 
     def close(self) -> None:
         """Restore the network."""
