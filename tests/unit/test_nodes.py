@@ -87,6 +87,14 @@ def changes_at(launcher):
     return changes
 
 
+def publish(launcher, records):
+    launcher._replication.publish(launcher.number, records)
+
+
+def receive(launcher):
+    return launcher._replication.receive(launcher._others)
+
+
 def committed(step, t_s=0.0):
     return StepCommitted(t_s=t_s, rank=0, step=step, epoch=0, samples=1, workers=1, metrics={"loss": 0.5})
 
@@ -110,16 +118,16 @@ def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(
     position = BeaconPosition(beats=1, step=4, slice=2, phase="forward", pid=7, samples=(3, 5))
     death = WorkerEnded(t_s=9.0, rank=0, step=4, exit_code=-9, pid=7)
 
-    first.publish([(committed(step), None) for step in range(3)])
-    first.publish([(death, position)])
+    publish(first, [(committed(step), None) for step in range(3)])
+    publish(first, [(death, position)])
 
     for other in (second, third):
         told = []
-        until(lambda told=told, other=other: told.extend(other.receive()) or len(told) == 4)
+        until(lambda told=told, other=other: told.extend(receive(other)) or len(told) == 4)
         assert [entry.record for entry in told] == [committed(0), committed(1), committed(2), death]
         assert [entry.position for entry in told] == [None, None, None, position]
-        assert other.receive() == []
-    assert first.receive() == []
+        assert receive(other) == []
+    assert receive(first) == []
 
 
 def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
@@ -128,8 +136,8 @@ def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
     told = []
 
     for step in range(30):
-        first.publish([(committed(step), None)])
-        until(lambda: told.extend(second.receive()) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
+        publish(first, [(committed(step), None)])
+        until(lambda: told.extend(receive(second)) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
 
     assert [entry.record.step for entry in told] == list(range(30))
     assert len(first.store.under("told/")) == 4
@@ -140,8 +148,8 @@ def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch)
     first, second = meet(2)
     told = []
 
-    first.publish([(committed(step, t_s=float(step)), None) for step in range(20)])
-    until(lambda: told.extend(second.receive()) or len(told) == 20)
+    publish(first, [(committed(step, t_s=float(step)), None) for step in range(20)])
+    until(lambda: told.extend(receive(second)) or len(told) == 20)
 
     assert [entry.record.step for entry in told] == list(range(20))
     assert len(first.store.under("told/")) > 5
@@ -166,9 +174,9 @@ def test_what_all_workers_report_after_a_failure_crosses_the_network_compressed(
         )
         for rank in range(1, 9)
     ]
-    here.publish(sent)
+    publish(here, sent)
 
-    told = until(there.receive)
+    told = until(lambda: receive(there))
 
     assert [entry.record for entry in told] == [record for record, _ in sent]
     (text,) = here.store.under("told/0/").values()
@@ -211,8 +219,8 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     first, second = meet(2)
     for launcher in (first, second):
         launcher.begin(0)
-    first.publish([(committed(0), None)])
-    second.publish([(committed(1), None)])
+    publish(first, [(committed(0), None)])
+    publish(second, [(committed(1), None)])
     fall_silent(second)
     until(lambda: changes_at(first).lost)
 
@@ -222,12 +230,12 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
 
     assert back.is_late
     assert (start.own, start.ranks, start.alive) == ((), (0, 1, 2, 3), (0, 1))
-    assert [told.record.step for told in back.receive()] == [1, 0], "what its predecessor told, and the others"
+    assert [told.record.step for told in receive(back)] == [1, 0], "what its predecessor told, and the others"
     assert back.free_number(4) == 4
     assert until(lambda: changes_at(first).newcomers) == (4,)
-    back.publish([(committed(2), None)])
+    publish(back, [(committed(2), None)])
     heard = []
-    until(lambda: heard.extend(first.receive()) or len(heard) == 2)
+    until(lambda: heard.extend(receive(first)) or len(heard) == 2)
     assert [told.record.step for told in heard] == [1, 2]
 
 

@@ -118,7 +118,7 @@ class NodeGroup(Rendezvous):
 
     def begin(self, number: int) -> JobStart:
         self._close_members()
-        self._members = self.open_members(number)
+        self._members = self._open(self._run, str(number))
         self.deaths = DeathRegister(self._members, self.store if self.job.nnodes > 1 else None, number, self._me)
         placement = self._nodes_of_workers(number)
         self.number = number
@@ -140,7 +140,7 @@ class NodeGroup(Rendezvous):
     def _members_address(self, number: int) -> tuple[str, str]:
         """Return the URL of the workers' store and its token: with several nodes, those of a relay on this one."""
         if self.job.nnodes == 1:
-            return self.url(number), self.token
+            return f"{self._url}/{self._run}/{number}", self.token
         assert self._members is not None
         job, token = str(number), self._workers_token(number)
         self._relay = Relay(
@@ -213,21 +213,13 @@ class NodeGroup(Rendezvous):
 
     # -- record replication
 
-    def publish(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
-        """Publish the records of this node's workers, with the last positions of workers that have ended."""
-        self._replication.publish(self.number, records)
-
-    def receive(self) -> list[RemoteRecord]:
-        """Return the records that the other launchers published since the last call."""
-        return self._replication.receive(self._others)
-
     def exchange(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> NodeChanges:
         changes = NodeChanges()
         if self.job.nnodes > 1 and not self.store_lost:
             with contextlib.suppress(StoreLost):  # detected at the next check
-                self.publish(records)
+                self._replication.publish(self.number, records)
                 self.poll(changes)
-                changes.records = self.receive()
+                changes.records = self._replication.receive(self._others)
         return changes
 
     def poll(self, changes: NodeChanges) -> None:

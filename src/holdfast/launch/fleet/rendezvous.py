@@ -123,14 +123,6 @@ class Rendezvous(Fleet):
         value = json.dumps({"seat": self._seat, "ranks": ranks, "start": start})
         self.store.put(f"node/{self._me}", value, leased=True)
 
-    def url(self, start: int) -> str:
-        """Return the URL of the store of the workers of one start of the job."""
-        return f"{self._url}/{self._run}/{start}"
-
-    def open_members(self, start: int) -> Store:
-        """Open the store of the workers of one start of the job."""
-        return self._open(self._run, str(start))
-
     def read(self, key: str) -> Any:
         """Return the value of a key that is certain to be written."""
         return json.loads(self.store.wait(lambda: self.store.get(key)) or "null")

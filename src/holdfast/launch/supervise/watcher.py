@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.base.side_work import run_aside
+from holdfast.base.side_work import run_aside, say
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.supervise.fork_protocol import FAILED, SUCCEEDED, peer
@@ -110,7 +110,7 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
         if exit_code and starter is not None:
             time.sleep(_LINGER_S)
     except ConfigError as error:
-        _say(f"holdfast: the watcher of a worker ends, and the worker with it: {error}\n")
+        say(f"the watcher of a worker ends, and the worker with it: {error}")
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk may be the problem
             sys.excepthook(*sys.exc_info())
@@ -122,12 +122,6 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # standard error may go to the same disk
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 def end_if_orphaned(parent: int) -> None:

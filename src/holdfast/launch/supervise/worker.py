@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.base.phases import Phase
+from holdfast.base.side_work import say
 from holdfast.base.system_errors import is_limit, refusal
 from holdfast.config import Settings
 from holdfast.engine.start_rank import LOOPBACK, mpi_rank
@@ -252,7 +253,7 @@ def _serve_handlers(settings: Settings, rank: int) -> None:
         and settings.run_dir
         and (why := serve_handlers(handlers_path(Path(settings.run_dir), rank)))
     ):
-        sys.stderr.write(f"holdfast: {why}\n")
+        say(why)
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
@@ -306,7 +307,7 @@ def _report_failure(error: BaseException, script: Path) -> int:
         try:
             log_beside(settings, rank, str(rank)).write(failed)
         except (HoldfastError, OSError) as lost:  # the launcher learns only that the script failed
-            sys.stderr.write(f"holdfast: {refusal(lost) or lost}\n")
+            say(refusal(lost) or str(lost))
     sys.stdout.flush()
     sys.stderr.write(failed.traceback or f"{failed.message}\n")
     return failed.exit_code
