@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from lock_holders import DEADLINE_S, LockHolder, wait_for
 
-from holdfast.launch.health.killed_workers import KilledWorkers
+from holdfast.launch.health.deaths import KilledWorkers
 from holdfast.launch.supervise.processes import Process
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.base.formatting import rough, speed, timer
-from holdfast.launch.health.starting import StartupStatus
-from holdfast.launch.health.waiting_for import what_workers_wait_for
+from holdfast.launch.health.starting import StartupStatus, what_workers_wait_for
 from holdfast.launch.run_view import RunStatus
 from holdfast.observe.terminal import views as live
 from holdfast.observe.terminal.views import LiveView, PlainView, _panel, make_view, progress_line

@@ -26,14 +26,13 @@ from holdfast.launch.fleet.node_health import NodeCheck
 from holdfast.launch.fleet.nodes import NodeGroup
 from holdfast.launch.health.monitor import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome
-from holdfast.launch.job_rules import check
+from holdfast.launch.job_rules import check, size_in_bytes
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView, SteadyView
-from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
 from holdfast.launch.supervise.attempt import AttemptFiles, JobAttempt, common_environment
 from holdfast.launch.supervise.fork_server import ForkServer, is_useful

@@ -10,9 +10,8 @@ from holdfast.base.side_work import run_aside
 from holdfast.launch.control import append
 from holdfast.launch.health.hangs import HangDetector, StuckWorker
 from holdfast.launch.health.stacks import OFF, LastStacks, innermost
-from holdfast.launch.health.starting import StartupFinding, StartupMonitor, StartupStatus
+from holdfast.launch.health.starting import StartupFinding, StartupMonitor, StartupStatus, what_workers_wait_for
 from holdfast.launch.health.stragglers import StragglerDetector
-from holdfast.launch.health.waiting_for import what_workers_wait_for
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.launch.supervise.processes import WatchedWorker, this_node

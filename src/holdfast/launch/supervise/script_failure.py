@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 
+from holdfast.base.device_errors import DeviceFailure, classify
 from holdfast.base.system_errors import refusal
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
 from holdfast.launch.supervise.gpus import hint_for
-from holdfast.records.types import ScriptFailed
+from holdfast.records.types import DeviceLost, ScriptFailed
 
 _WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL)
 """Errors of the system that are due to what the script asked for."""
@@ -91,3 +93,21 @@ def line_in(frames: TracebackType | None, script: Path) -> str:
             line = frames.tb_lineno
         frames = frames.tb_next
     return f" ({script.name}, line {line})" if line else ""
+
+
+def device_loss(error: BaseException) -> DeviceLost | None:
+    """Return the record of the loss if ``error`` ends this worker and not the job; the caller sets time, rank and step.
+
+    Too little memory ends the worker only if it had taken over slices of failed workers: others may have room for them. A
+    worker that never had enough would be followed by all others, so that is an error of the script.
+    """
+    failure = classify(error)
+    if failure is DeviceFailure.LOST or (failure is DeviceFailure.OUT_OF_MEMORY and _has_taken_over()):
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return DeviceLost(what=failure.value, message=message, gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return None
+
+
+def _has_taken_over() -> bool:
+    session = sys.modules.get("holdfast.session.session")
+    return session is not None and session.has_taken_over()

@@ -27,10 +27,9 @@ from holdfast.engine.start_rank import LOOPBACK, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.health.stacks import stack_path, write_stacks_on_signal
 from holdfast.launch.supervise.debug_handlers import handlers_path, serve_handlers
-from holdfast.launch.supervise.device_loss import device_loss
 from holdfast.launch.supervise.gpus import for_slot
 from holdfast.launch.supervise.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
-from holdfast.launch.supervise.script_failure import describe, line_in
+from holdfast.launch.supervise.script_failure import describe, device_loss, line_in
 from holdfast.launch.supervise.slots import slot_at_start
 from holdfast.launch.supervise.watcher import Starter, end_if_orphaned, mpirun_above, watch
 from holdfast.launch.supervise.worker_context import (
