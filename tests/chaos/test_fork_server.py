@@ -11,9 +11,9 @@ import pytest
 import start_strikes
 from jobs import clean_env, holdfast
 
+from holdfast.launch.supervise.fork_protocol import connect_to, surroundings
 from holdfast.launch.supervise.fork_server import ForkServer, is_useful
 from holdfast.launch.supervise.processes import children_of
-from holdfast.launch.supervise.starter import connect_to, surroundings
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 

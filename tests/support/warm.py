@@ -311,11 +311,11 @@ def is_launcher(call):
 
 def imports_torch(args, env):
     """Return whether a command of the launcher starts a process that would begin by importing torch."""
-    from holdfast.launch.supervise import fork_server, starter
+    from holdfast.launch.supervise import fork_protocol, fork_server
 
     kind = tuple(args[1:3])
     return kind == FORK_SERVER or (
-        kind == STARTER and starter.FORK_SERVER not in env and fork_server.is_useful(Path(args[3]))
+        kind == STARTER and fork_protocol.FORK_SERVER not in env and fork_server.is_useful(Path(args[3]))
     )
 
 

@@ -22,11 +22,11 @@ from holdfast.launch.health.deaths import KilledWorkers
 from holdfast.launch.health.stacks import stack_path
 from holdfast.launch.health.starting import StartupStatus
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise.fork_protocol import FORK_SERVER
 from holdfast.launch.supervise.fork_server import ForkServer
 from holdfast.launch.supervise.gpus import for_workers
 from holdfast.launch.supervise.processes import Process, WatchedWorker, end_without_files, pair_path, start
 from holdfast.launch.supervise.slots import Slots
-from holdfast.launch.supervise.starter import FORK_SERVER
 from holdfast.launch.supervise.tail import LineTail, RecordTail
 from holdfast.launch.supervise.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
 from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition

@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from holdfast.launch.supervise.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
 from holdfast.launch.supervise.processes import Process, die_with_parent, open_log
-from holdfast.launch.supervise.starter import FORK_SERVER, GO, READY, peer, surroundings
 
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0

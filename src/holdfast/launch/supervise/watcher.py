@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.base.side_work import run_aside, say
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
+from holdfast.launch.supervise.fork_protocol import FAILED, SUCCEEDED, peer
 from holdfast.launch.supervise.processes import (
     Process,
     end_children,
@@ -36,7 +37,6 @@ from holdfast.launch.supervise.processes import (
     value_of,
     wait_for_end,
 )
-from holdfast.launch.supervise.starter import FAILED, SUCCEEDED, peer
 from holdfast.launch.supervise.worker_context import (
     ALL_STOP,
     GRACE_S,
