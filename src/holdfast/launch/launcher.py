@@ -148,9 +148,7 @@ class Launcher:
         """Return the log of the records in the report directory; None without one."""
         if self._job.report_dir is None:
             return None
-        is_first = (
-            self._job.node_rank == 0 and not self._fleet.is_late
-        )  # its predecessor's file has the earlier records
+        is_first = self._job.node_rank == 0 and not self._fleet.is_late  # or its predecessor's file has earlier records
         log = EventLog(self._job.report_dir, size_in_bytes(self._job.events_max), is_first=is_first)
         undo.callback(log.close)
         return log
