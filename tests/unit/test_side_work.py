@@ -112,7 +112,7 @@ def report_deaths(tmp_path, monkeypatch):
     """The launcher's thread that waits for the end of a worker: the worker's end is looked at, whatever the report raises."""
     looked = []
     monkeypatch.setattr(deaths, "cause_of_death", lambda code: looked.append(code) or "killed")
-    killed = KilledWorkers(tmp_path, raises)
+    killed = KilledWorkers(tmp_path, SimpleNamespace(report=raises))
     killed._look(0, SimpleNamespace(signal_of_end=lambda: signal.SIGKILL))
     killed._look(1, SimpleNamespace(signal_of_end=lambda: signal.SIGSEGV))
     assert looked == [-signal.SIGKILL, -signal.SIGSEGV]
