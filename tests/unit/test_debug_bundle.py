@@ -443,7 +443,7 @@ def test_of_a_running_job_a_bundle_has_positions_stacks_and_the_environment_of_i
             Beacon(beacon_path(run_dir, 0)).mark("forward", 7)
             WatchedWorker(process, process).note(pair_path(run_dir, 0))
             told = RunningJob(
-                process=str(process), script="train.py", fabric="gloo", slices=2, split="slices", min_workers=1, saves=False,
+                process=str(process), script="train.py", fabric="gloo", slices=2, split="slices", min_workers=1,
                 run_dir=run_dir, report_dir=str(tmp_path), log_dir=str(tmp_path / "logs"),
             )  # fmt: skip
             (run_dir / "records-0.jsonl").write_text(json.dumps({"event": "X", "said": PLANTED}) + "\n")

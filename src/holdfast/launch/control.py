@@ -45,13 +45,12 @@ class RunningJob:
     slices: int  # slices per mini-batch; 0 if a checkpoint determines the number
     split: str
     min_workers: int
-    saves: bool  # whether the job has a checkpoint directory
     folder: str = ""  # directory in which the launcher was started
     run_dir: Path = Path()  # directory of its files
     origin_s: float = 0.0  # value of time.monotonic() of this machine when the run began; 0: unknown
     command: str = ""
     report_dir: str = ""  # the directory of its report, absolute; "" for none
-    checkpoint_dir: str = ""
+    checkpoint_dir: str = ""  # "": it saves nothing
     guard: str = "off"
     workers: int = 0  # workers and spares that it starts with, on all nodes
     spares: int = 0
@@ -64,12 +63,10 @@ class RunningJob:
         """Return the description of this launcher's job, which began at ``origin_s`` of the monotonic clock."""
         of_settings = ("fabric", "split", "min_workers", "checkpoint_dir", "guard")
         values = {name: getattr(job.settings, name) for name in of_settings}
-        process, saves = str(Process.of(os.getpid())), bool(job.settings.checkpoint_dir)
         return cls(
-            process=process,
+            process=str(Process.of(os.getpid())),
             script=job.script.name,
             slices=job.slices,
-            saves=saves,
             folder=str(Path.cwd()),
             origin_s=origin_s,
             command=command_line(job),
@@ -263,7 +260,7 @@ def _check_number(what: str, value: Any, least: int, most: int) -> None:
 
 
 def _check_saves(what: str, job: RunningJob) -> None:
-    if not job.saves:
+    if not job.checkpoint_dir:
         refuse(f"{what} needs a checkpoint directory, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
 
 
