@@ -369,14 +369,14 @@ class AttemptFiles:
 
         ``last`` includes those of workers whose files are closed.
         """
-        new = [record for tail in self._record_tails() for record in tail.read()]
+        new = [record for tail in self._record_tails() for record in tail.records()]
         for record in new:
             if isinstance(record, WorkerEnded) and self._is_of_this_start(record):
                 self.end(record.rank)
         self._close_ended()
         if last:
             for _, files in self._closed_again():
-                new += [record for tail in (files.watch, files.own) if tail is not None for record in tail.read()]
+                new += [record for tail in (files.watch, files.own) if tail is not None for record in tail.records()]
         return sorted(new, key=lambda record: (isinstance(record, WorkerEnded), record.t_s))
 
     def _is_of_this_start(self, ended: WorkerEnded) -> bool:

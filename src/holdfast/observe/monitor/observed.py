@@ -62,7 +62,7 @@ class ObservedJob:
         run_dir = self.running.run_dir
         for path in run_dir.glob("records-*.jsonl"):
             self._tails.setdefault(path, RecordTail(path, far=True))  # thousands would be too many open files
-        new = [record for tail in self._tails.values() for record in tail.read()]
+        new = [record for tail in self._tails.values() for record in tail.records()]
         if new:
             self.live.take(sorted(new, key=lambda record: record.t_s))
         self.waits_for = waits_for(run_dir)
