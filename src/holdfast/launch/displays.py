@@ -37,7 +37,7 @@ class Display:
         """Take hold of what earlier starts of the job left in their folders, which are removed next."""
 
     def open(self, run: RunState) -> Sequence[QueuedSink]:
-        """Return the sinks of the job's records, which is about to start. The launcher of the first node receives the records of all nodes.
+        """Return the sinks of the records of a job that is about to start; the first node's launcher receives those of all.
 
         Raises:
             ConfigError: if a sink that was asked for cannot be opened; none stays open then.

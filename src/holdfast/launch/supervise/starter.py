@@ -1,7 +1,7 @@
 """What mpirun or the launcher starts for each worker: ``python -m holdfast.launch.supervise.starter SCRIPT [ARGS]...``.
 
-It asks the fork server of its node, see :mod:`holdfast.launch.supervise.fork_server`, for a watcher with a worker, and ends as the
-watcher does. Without a server that answers, it becomes the watcher itself: the worker then imports torch on its own.
+It asks the fork server of its node, see :mod:`holdfast.launch.supervise.fork_server`, for a watcher with a worker, and ends
+as the watcher does. Without a server that answers, it becomes the watcher itself: the worker then imports torch on its own.
 
 This module imports little, because it runs once a worker.
 """

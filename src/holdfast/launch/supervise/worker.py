@@ -1,7 +1,8 @@
-"""One worker: ``python -m holdfast.launch.supervise.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), started by mpirun or by the launcher.
+"""One worker: ``python -m holdfast.launch.supervise.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), of mpirun or the launcher.
 
 The process forks immediately. The child runs the script; the parent is its watcher, see
-:mod:`holdfast.launch.supervise.watcher`. With a fork server, see :mod:`holdfast.launch.supervise.fork_server`, both are forked from there.
+:mod:`holdfast.launch.supervise.watcher`. With a fork server, see :mod:`holdfast.launch.supervise.fork_server`, both are
+forked from there.
 """
 
 from __future__ import annotations
