@@ -261,7 +261,7 @@ class Holdfast(Job):
 
     def alive(self) -> dict[int, int]:
         """Return the process IDs of living workers by rank, as noted by their watchers."""
-        from holdfast.launch.processes import WatchedWorker
+        from holdfast.launch.supervise.processes import WatchedWorker
 
         paths = [path for path in self.folder.glob("holdfast-*/process-*") if not path.suffix]  # drafts have one
         noted = {int(path.name.rpartition("-")[2]): WatchedWorker.read(path) for path in paths}

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from holdfast.launch.stragglers import StragglerDetector
+from holdfast.launch.health.stragglers import StragglerDetector
 from holdfast.records.beacon import Beacon
 
 Series = Mapping[int, Sequence[float]]

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.launch.control import RunningJob, request_changes
-from holdfast.launch.processes import WatchedWorker, children_of, pair_path, value_of
+from holdfast.launch.supervise.processes import WatchedWorker, children_of, pair_path, value_of
 from holdfast.records.beacon import Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, event_files, records_path
 

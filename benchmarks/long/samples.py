@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.launch.processes import children_of, name_of
+from holdfast.launch.supervise.processes import children_of, name_of
 from holdfast.membership import Store, open_store
 from long.job import SURVIVOR, LongJob
 

@@ -28,7 +28,7 @@ communicator directly.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 
 class HoldfastError(Exception):
@@ -37,6 +37,11 @@ class HoldfastError(Exception):
 
 class ConfigError(HoldfastError, ValueError):
     """A value is not allowed; the message names the value and the allowed ones."""
+
+
+def refuse(message: str) -> NoReturn:
+    """Raise a :class:`ConfigError`."""
+    raise ConfigError(message)
 
 
 class ScriptError(HoldfastError):

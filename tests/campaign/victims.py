@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from campaign.plan import AGENT, FORK_SERVER, LAUNCHER, MPIRUN, WATCHER, WORKER
-from holdfast.launch.processes import Process, WatchedWorker, children_of, name_of
-from holdfast.launch.stacks import last_stack, stack_path
+from holdfast.launch.health.stacks import last_stack, stack_path
+from holdfast.launch.supervise.processes import Process, WatchedWorker, children_of, name_of
 
 if TYPE_CHECKING:
     from campaign.attacks.base import Running
@@ -60,7 +60,9 @@ class Processes:
         if role == AGENT:
             return self._newest_agent()
         if role == FORK_SERVER:
-            return next((Process.of(pid) for pid in below if "holdfast.launch.fork_server" in command_of(pid)), None)
+            return next(
+                (Process.of(pid) for pid in below if "holdfast.launch.supervise.fork_server" in command_of(pid)), None
+            )
         msg = f"no process of a job is called {victim!r}"
         raise ValueError(msg)
 

@@ -12,7 +12,7 @@ import pytest
 from jobs import assert_landed, clean_env, exit_codes, run_report
 from train_saving import undisturbed
 
-from holdfast.launch.processes import Process
+from holdfast.launch.supervise.processes import Process
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 

@@ -12,7 +12,7 @@ from exact import SCRIPT, check_nothing_lost, reference_hash
 from jobs import assert_landed, run_report
 from running_job import DEADLINE_S, Running
 
-from holdfast.launch.processes import Process, children_of, name_of
+from holdfast.launch.supervise.processes import Process, children_of, name_of
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 

@@ -18,7 +18,7 @@ from jobs import ROOT, clean_env, run_report
 from netns import make_hosts
 
 from holdfast.checkpoint import steps, verify
-from holdfast.launch.processes import children_of, value_of
+from holdfast.launch.supervise.processes import children_of, value_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 

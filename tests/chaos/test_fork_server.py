@@ -1,5 +1,6 @@
 """Workers are forked from a process that has imported torch, where that changes nothing for them; it may die at any time."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,9 +11,9 @@ import pytest
 import start_strikes
 from jobs import clean_env, holdfast
 
-from holdfast.launch.fork_protocol import connect_to, surroundings
-from holdfast.launch.fork_server import ForkServer, is_useful
-from holdfast.launch.processes import children_of
+from holdfast.launch.supervise.fork_protocol import connect_to, surroundings
+from holdfast.launch.supervise.fork_server import ForkServer, is_useful
+from holdfast.launch.supervise.processes import children_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 
@@ -106,7 +107,7 @@ def test_a_job_goes_on_without_its_fork_server(tmp_path, fabric, begun):
 
 def test_only_a_process_in_the_same_surroundings_is_served(tmp_path):
     log = tmp_path / "log"
-    with ForkServer(tmp_path, clean_env(), log) as server:
+    with contextlib.closing(ForkServer(tmp_path, clean_env(), log)) as server:
         path = next(iter(server.variables.values()))
         elsewhere = json.dumps({"surroundings": surroundings() | {"net": "net:[1]"}}).encode()
         for request in (b"", b"not JSON", b"{}", elsewhere):

@@ -19,7 +19,7 @@ from running_job import Running
 from start_strikes import Plan, StartingJob, files_in, find, left_over, processes_in, starter_of
 
 from holdfast.base.phases import Phase
-from holdfast.launch.processes import Process, WatchedWorker, children_of, name_of
+from holdfast.launch.supervise.processes import Process, WatchedWorker, children_of, name_of
 from holdfast.records.beacon import UNCONNECTED, Beacon
 from holdfast.records.paths import beacon_path
 

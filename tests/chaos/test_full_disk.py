@@ -13,7 +13,7 @@ import reference
 from jobs import clean_env
 from small_disk import fill, small_disk
 
-from holdfast.launch.processes import WatchedWorker, pair_path
+from holdfast.launch.supervise.processes import WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]

@@ -28,7 +28,7 @@ class Jobs:
         made.write_agent(agent)
 
     def run(self, workers, *command, timeout=100, **env):
-        """Start ``holdfast.launch.worker COMMAND`` on so many workers a host; mpirun runs on the first one."""
+        """Start ``holdfast.launch.supervise.worker COMMAND`` on so many workers a host; mpirun runs on the first one."""
         net = f"{self.made.net}.0/24"
         # With --oversubscribe Open MPI would put all workers on the first host. It takes the cores of these hosts for
         # different ones, and so does not see that there are too few: idle workers must be told to yield.
@@ -47,7 +47,7 @@ class Jobs:
                 *where,
                 sys.executable,
                 "-m",
-                "holdfast.launch.worker",
+                "holdfast.launch.supervise.worker",
                 *map(str, command),
             ],
             env=clean_env(**env),
@@ -78,7 +78,7 @@ def said(done):
 
 def one_host(workers, *command):
     return subprocess.run(
-        [*MPIRUN, "-n", str(workers), sys.executable, "-m", "holdfast.launch.worker", *map(str, command)],
+        [*MPIRUN, "-n", str(workers), sys.executable, "-m", "holdfast.launch.supervise.worker", *map(str, command)],
         env=clean_env(),
         capture_output=True,
         text=True,

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.chaos
 PACED = Path(__file__).parents[1] / "support" / "train_paced.py"
 LAUNCHER = """
 from holdfast.cli import main
-from holdfast.launch.killed_workers import KilledWorkers
-from holdfast.launch.nodes import NodeGroup
-NodeGroup.died = lambda self, rank, why: None
+from holdfast.launch.health.deaths import KilledWorkers
+from holdfast.launch.health.deaths import DeathRegister
+DeathRegister.note_end = lambda self, rank, cause="": None
 {more}
 main()
 """

@@ -23,7 +23,7 @@ from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
-from holdfast.launch.processes import children_of, name_of
+from holdfast.launch.supervise.processes import children_of, name_of
 from holdfast.records.files import load_events
 from holdfast.records.paths import event_files
 from holdfast.records.types import Finished, StepCommitted
@@ -138,7 +138,7 @@ def test_an_exception_ends_the_job_and_its_traceback_stands_last(shell):
     lines = done.err.splitlines()
     assert lines[-1] == "ValueError: rank 1 cannot go on"
     assert done.err.count("Traceback") == 1
-    assert "launch/worker.py" not in done.err
+    assert "launch/supervise/worker.py" not in done.err
     assert "error: rank 1, step 4: ValueError: rank 1 cannot go on" in lines
 
 

@@ -17,7 +17,7 @@ from jobs import clean_env, exit_codes, run_report
 from train_saving import Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
-from holdfast.launch.processes import Process, WatchedWorker, pair_path
+from holdfast.launch.supervise.processes import Process, WatchedWorker, pair_path
 from holdfast.records.files import load_events, read_run
 from holdfast.records.paths import event_files
 from holdfast.records.types import Finished, StepCommitted, WorkerEnded

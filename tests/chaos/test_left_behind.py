@@ -18,7 +18,7 @@ from jobs import clean_env
 from start_strikes import Plan, StartingJob, files_in, find, processes_in, rank_of, starter_of
 
 from holdfast.base.temporary import TemporaryFolder
-from holdfast.launch.processes import Process, descendants_of
+from holdfast.launch.supervise.processes import Process, descendants_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(200)]
 

@@ -11,9 +11,9 @@ from clusters import Cluster, assert_complete, of_kind, until
 from jobs import clean_env
 from netns import ip, make_hosts
 
-from holdfast.launch import network_partition as cut
-from holdfast.launch.processes import value_of
-from holdfast.launch.worker_context import LAUNCHER
+from holdfast.launch.fleet import network_partition as cut
+from holdfast.launch.supervise.processes import value_of
+from holdfast.launch.supervise.worker_context import LAUNCHER
 from holdfast.records.beacon import Beacon
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ def run(tmp_path, fabric, workers, scene):
     signs.mkdir()
     words = [scene, signs]
     if fabric == "ulfm":
-        command = [sys.executable, "-m", "holdfast.launch.worker", WORKER, fabric, *words]
+        command = [sys.executable, "-m", "holdfast.launch.supervise.worker", WORKER, fabric, *words]
         start = [*MPIRUN, "-n", str(workers), *map(str, command)]
     else:
         start = gloo.launcher([gloo.command(WORKER, fabric, *words)] * workers)

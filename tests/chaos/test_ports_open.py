@@ -11,7 +11,7 @@ import pytest
 from exact import SCRIPT, check_nothing_lost, reference_hash
 from jobs import assert_landed, run_report
 
-from holdfast.launch.processes import name_of, value_of
+from holdfast.launch.supervise.processes import name_of, value_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.cold_start]  # strangers need time to find the ports
 

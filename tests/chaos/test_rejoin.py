@@ -16,7 +16,7 @@ from train_saving import EPOCHS, LOOP_ENDS, Training, undisturbed
 
 from holdfast.checkpoint import steps
 from holdfast.launch.control import append
-from holdfast.launch.processes import children_of
+from holdfast.launch.supervise.processes import children_of
 from holdfast.records.paths import requests_path
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
@@ -223,7 +223,7 @@ def test_newcomers_that_are_to_leave_before_they_have_started_are_told_once_they
         os.kill(server, signal.SIGSTOP)  # newcomers wait for it
         job.tell("scale", 4)
         ends_s = time.monotonic() + LIMIT_S
-        while sum(b"launch.starter" in cmdline(pid) for pid in children_of(job.process.pid)) < 4:
+        while sum(b"supervise.starter" in cmdline(pid) for pid in children_of(job.process.pid)) < 4:
             assert time.monotonic() < ends_s
             time.sleep(0.02)
         job.tell("scale", 2)

@@ -7,7 +7,7 @@ import pytest
 import start_strikes
 from start_strikes import StartingJob, find
 
-from holdfast.launch.processes import name_of
+from holdfast.launch.supervise.processes import name_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 

@@ -15,7 +15,7 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.control import ControlRequest, RunningJob, advice, announce, append, check, find, request_changes
 from holdfast.launch.job import Job
-from holdfast.launch.processes import Process
+from holdfast.launch.supervise.processes import Process
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_real_workers_keep_the_contract_while_two_are_killed(tmp_path):
     worker = Path(__file__).with_name("ulfm_worker.py")
 
     done = subprocess.run(
-        [*MPIRUN, "-n", "4", sys.executable, "-m", "holdfast.launch.worker", str(worker)],
+        [*MPIRUN, "-n", "4", sys.executable, "-m", "holdfast.launch.supervise.worker", str(worker)],
         env=clean_env(HOLDFAST_RUN_DIR=str(tmp_path)),
         capture_output=True,
         text=True,

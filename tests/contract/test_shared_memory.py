@@ -80,7 +80,7 @@ def test_slices_that_do_not_take_part_leave_no_gap(holders, groups):
 
 def start(workers, *command, **env):
     return subprocess.Popen(
-        [*MPIRUN, "-n", str(workers), sys.executable, "-m", "holdfast.launch.worker", *map(str, command)],
+        [*MPIRUN, "-n", str(workers), sys.executable, "-m", "holdfast.launch.supervise.worker", *map(str, command)],
         env=clean_env(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

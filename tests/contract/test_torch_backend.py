@@ -50,7 +50,7 @@ def _commands(backend, size):
     if backend == "holdfast-gloo":
         run = [sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "--max-restarts", "0"]
         return [([*run, "-n", str(size), str(SCRIPT), "holdfast"], {})]
-    worker = [sys.executable, "-m", "holdfast.launch.worker", str(SCRIPT), backend]
+    worker = [sys.executable, "-m", "holdfast.launch.supervise.worker", str(SCRIPT), backend]
     return [([*MPIRUN, "-n", str(size), *worker], {})]
 
 

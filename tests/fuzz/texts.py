@@ -11,8 +11,8 @@ from holdfast.comm.launchers import launched_group, sole_process
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.control import check_values
-from holdfast.launch.hostlist import parse_hosts
-from holdfast.launch.rendezvous import split_place
+from holdfast.launch.fleet.hostlist import parse_hosts
+from holdfast.launch.fleet.rendezvous import split_place
 from holdfast.launch.schedulers import read_scheduler
 from holdfast.membership import client
 from holdfast.membership.gateway import EtcdCluster

@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 from holdfast.integrations.ray import HoldfastTrainer, RunConfig, ScalingConfig, TrainingFailed
 from holdfast.integrations.ray.configs import read_run, read_scaling
-from holdfast.launch.processes import Process, children_of, descendants_of
+from holdfast.launch.supervise.processes import Process, children_of, descendants_of
 
 SCRIPT = Path(__file__).with_name("train_ray.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_survive_a_kill.py"

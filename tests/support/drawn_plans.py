@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from holdfast.errors import refuse
 from holdfast.faults.plan import PHASES, STUCK, Fault, FaultPlan
-from holdfast.faults.reading import refuse
 
 
 def draw_plan(

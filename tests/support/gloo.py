@@ -15,7 +15,7 @@ from holdfast.membership import Hub, open_store
 
 def command(script, *words):
     """The command of one worker, with a watcher that records how it ends."""
-    return [sys.executable, "-m", "holdfast.launch.worker", str(script), *map(str, words)]
+    return [sys.executable, "-m", "holdfast.launch.supervise.worker", str(script), *map(str, words)]
 
 
 def launcher(commands, address="127.0.0.1"):

@@ -6,7 +6,7 @@ import time
 
 from jobs import clean_env
 
-from holdfast.launch.processes import WatchedWorker, pair_path
+from holdfast.launch.supervise.processes import WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference
 from jobs import ROOT, clean_env
 
-from holdfast.launch.processes import Process, WatchedWorker, children_of, name_of, value_of
+from holdfast.launch.supervise.processes import Process, WatchedWorker, children_of, name_of, value_of
 
 SCRIPT = Path(__file__).with_name("train_slow_start.py")
 WORKERS = 3
@@ -105,7 +105,9 @@ def find(plan, launcher):
     if plan.target == "mpirun":
         return Process.of(mpiruns[0]) if mpiruns else None
     if plan.target == "fork server":
-        return next((Process.of(pid) for pid in below if b"holdfast.launch.fork_server" in words_of(pid)), None)
+        return next(
+            (Process.of(pid) for pid in below if b"holdfast.launch.supervise.fork_server" in words_of(pid)), None
+        )
     starter = starter_of(launcher, plan.fabric, plan.rank)
     return None if starter is None else watched(launcher, starter, plan)
 

@@ -50,8 +50,8 @@ LONGEST = 65536
 START_S = 120.0
 LAUNCHER, FORK_SERVER, STARTER = (
     ("-m", "holdfast"),
-    ("-m", "holdfast.launch.fork_server"),
-    ("-m", "holdfast.launch.starter"),
+    ("-m", "holdfast.launch.supervise.fork_server"),
+    ("-m", "holdfast.launch.supervise.starter"),
 )
 _cold_execute_child = subprocess.Popen._execute_child
 _signature = inspect.signature(_cold_execute_child)
@@ -74,7 +74,7 @@ def has_own_start(env):
 
 def as_of_fork_server(env):
     """Return the environment that a launcher with the environment ``env`` gives to its fork server, for the default seed."""
-    from holdfast.launch.attempt import _ALLOCATOR
+    from holdfast.launch.supervise.attempt import _ALLOCATOR
 
     return {**({} if any(name in env for name in _ALLOCATOR) else _ALLOCATOR), **env, HASH_SEED: "0"}
 
@@ -311,7 +311,7 @@ def is_launcher(call):
 
 def imports_torch(args, env):
     """Return whether a command of the launcher starts a process that would begin by importing torch."""
-    from holdfast.launch import fork_protocol, fork_server
+    from holdfast.launch.supervise import fork_protocol, fork_server
 
     kind = tuple(args[1:3])
     return kind == FORK_SERVER or (
@@ -352,16 +352,16 @@ def _become_child_of_launcher(call, args):
 
 
 def fork_server_main():
-    """What ``python -m holdfast.launch.fork_server`` does."""
-    from holdfast.launch import fork_server
+    """What ``python -m holdfast.launch.supervise.fork_server`` does."""
+    from holdfast.launch.supervise import fork_server
 
     listener, ready, launcher = map(int, sys.argv[1:4])
     fork_server.serve(socket.socket(fileno=listener), ready, launcher)
 
 
 def starter_main():
-    """What ``python -m holdfast.launch.starter`` does."""
-    from holdfast.launch import starter
+    """What ``python -m holdfast.launch.supervise.starter`` does."""
+    from holdfast.launch.supervise import starter
 
     sys.modules["holdfast.distributed"].adapt_to_job()
     starter.main()

@@ -11,14 +11,15 @@ from unittest.mock import Mock
 import pytest
 
 from holdfast.config import Settings
-from holdfast.launch.attempt import AttemptFiles, JobAttempt
 from holdfast.launch.elasticity import ElasticWorkers
+from holdfast.launch.fleet.base import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.population import WorkerPopulation
-from holdfast.launch.processes import Process, WatchedWorker, pair_path
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise.attempt import AttemptFiles, JobAttempt
+from holdfast.launch.supervise.processes import Process, WatchedWorker, pair_path
 from holdfast.records.files import FileRecorder
 from holdfast.records.paths import records_path
 from holdfast.records.types import StepCommitted, WorkerEnded
@@ -89,7 +90,7 @@ def test_output_that_cannot_be_read_is_named_once_and_costs_the_job_nothing(path
         raise OSError(number, os.strerror(number), path)
 
     with monkeypatch.context() as refused:
-        refused.setattr("holdfast.launch.tail.os.open", refuse_to_open)
+        refused.setattr("holdfast.launch.supervise.tail.os.open", refuse_to_open)
         if not goes_on:
             with pytest.raises(OSError, match=os.strerror(number)):
                 files.output()
@@ -103,10 +104,10 @@ def test_output_that_cannot_be_read_is_named_once_and_costs_the_job_nothing(path
 
 
 def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pair_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
+    monkeypatch.setattr("holdfast.launch.supervise.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
-    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
     gone = Process(pid=2**22, started=1)
     WatchedWorker(gone, gone).note(pair_path(tmp_path, 0))
 
@@ -118,10 +119,10 @@ def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pa
 
 
 def test_processes_are_known_although_their_file_was_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr("holdfast.launch.supervise.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
-    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
     pair = WatchedWorker(Process(pid=2**22, started=1), Process(pid=2**22 + 1, started=1))
     pair.note(pair_path(tmp_path, 0))
     assert attempt.pair(0) == pair
@@ -144,15 +145,16 @@ REFUSED = f"cannot start {sys.executable}: Exec format error; it may have been r
 def test_a_replacement_that_cannot_be_started_is_tried_again_and_costs_the_job_nothing(tmp_path, monkeypatch):
     started, lines = [], []
     monkeypatch.setattr(
-        "holdfast.launch.attempt.start", lambda *given: started.append(given[1]) or SimpleNamespace(poll=lambda: None)
+        "holdfast.launch.supervise.attempt.start",
+        lambda *given: started.append(given[1]) or SimpleNamespace(poll=lambda: None),
     )
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
-    attempt = JobAttempt(job, job.settings, (0, 1), paths)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
     elastic = ElasticWorkers.__new__(ElasticWorkers)
     waits = []
     elastic._run = SimpleNamespace(
-        nodes=None,
+        fleet=attempt._fleet,
         population=WorkerPopulation(limit=3, next_rank=2),
         clock=SimpleNamespace(now_s=lambda: now_s),
         view=SimpleNamespace(print_line=lines.append),
@@ -163,7 +165,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again_and_costs_the_job_n
     elastic._run.population.died(1, now_s)
 
     with monkeypatch.context() as broken:
-        broken.setattr("holdfast.launch.attempt.start", refuse)
+        broken.setattr("holdfast.launch.supervise.attempt.start", refuse)
         elastic.start_newcomers(attempt)
     assert (waits, attempt.processes) == ([], (0, 1))
     assert lines == [f"rank 2 cannot be started: {REFUSED}"]
@@ -183,17 +185,16 @@ def test_a_start_that_fails_leaves_no_process_and_ends_the_job_in_one_line(tmp_p
         started.append(SimpleNamespace(poll=lambda: None, pid=1))
         return started[-1]
 
-    monkeypatch.setattr("holdfast.launch.attempt.start", start_one)
-    monkeypatch.setattr("holdfast.launch.attempt.end", lambda processes, *_: ended.extend(processes))
+    monkeypatch.setattr("holdfast.launch.supervise.attempt.start", start_one)
+    monkeypatch.setattr("holdfast.launch.fleet.base.end", lambda processes, *_: ended.extend(processes))
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     launcher = Launcher.__new__(Launcher)
-    launcher._begin = lambda ranks: SimpleNamespace(own=ranks, alive=ranks)
-    launcher._job = job
+    launcher._fleet, launcher._job, launcher._fork_server = Fleet(job), job, None
     launcher._state = launcher._health = launcher._elastic = launcher._files = Mock()
-    launcher._start = lambda start: JobAttempt(job, job.settings, start.own, paths)
+    launcher._paths, launcher._settings = paths, lambda start: job.settings
 
-    assert launcher._run_once((0, 1)) == JobBroken(f"the workers cannot be started: {REFUSED}")
+    assert launcher._run_once() == JobBroken(f"the workers cannot be started: {REFUSED}")
     assert ended == started
 
 

@@ -52,7 +52,11 @@ class Launcher:
         job = SimpleNamespace(node_rank=0, is_virtual=False)
         self.noted = []
         self.attempt = SimpleNamespace(processes=(0, 1), pids=lambda ranks: {})
-        self.run = SimpleNamespace(job=job, others=None, state=SimpleNamespace(waiting=(), living=lambda: [0, 1]))
+        self.run = SimpleNamespace(
+            job=job,
+            fleet=SimpleNamespace(ranks_of=lambda ranks: ()),
+            state=SimpleNamespace(waiting=(), living=lambda: [0, 1]),
+        )
         self.bus = SimpleNamespace(progress=RunProgress(), note=self.noted.append)
         self.stopping = SimpleNamespace(request=stop)
 

@@ -17,13 +17,15 @@ import pytest
 from holdfast.cli import main
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch import debug_handlers as handlers
-from holdfast.launch import stacks
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import RunningJob
+from holdfast.launch.fleet.base import Fleet
+from holdfast.launch.health import stacks
+from holdfast.launch.health.stacks import LastStacks
 from holdfast.launch.job import Job
-from holdfast.launch.processes import Process, WatchedWorker, pair_path
-from holdfast.launch.stacks import LastStacks
+from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise import debug_handlers as handlers
+from holdfast.launch.supervise.attempt import JobAttempt
+from holdfast.launch.supervise.processes import Process, WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.records.types import JobRestarted, Recovered, WorkerFenced
@@ -215,7 +217,7 @@ def test_a_bundle_of_nothing_is_refused_in_one_line(words, message, tmp_path, mo
 HOLDS_THE_GIL = """
     import ctypes, sys
     from pathlib import Path
-    from holdfast.launch.stacks import stack_path, write_stacks_on_signal
+    from holdfast.launch.health.stacks import stack_path, write_stacks_on_signal
     write_stacks_on_signal(stack_path(Path(sys.argv[1]), 3))
     print("ready", flush=True)
     def stuck():
@@ -273,13 +275,15 @@ def test_the_file_of_stacks_exists_only_once_the_signal_no_longer_kills(tmp_path
 
 
 def test_a_start_of_the_job_removes_the_files_of_stacks_of_earlier_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.launch.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0, wait=lambda _: 0))
+    monkeypatch.setattr(
+        "holdfast.launch.supervise.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0, wait=lambda _: 0)
+    )
     job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = SimpleNamespace(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None, locks=(), is_shared=False, own=None)
+    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     for rank in (0, 1):
         stacks.stack_path(tmp_path, rank).touch()
 
-    JobAttempt(job, job.settings, (0, 1), paths)
+    JobAttempt(Fleet(job), job.settings, (0, 1), paths)
 
     assert not list(tmp_path.glob("stack-*.txt"))
 
@@ -439,7 +443,7 @@ def test_of_a_running_job_a_bundle_has_positions_stacks_and_the_environment_of_i
             Beacon(beacon_path(run_dir, 0)).mark("forward", 7)
             WatchedWorker(process, process).note(pair_path(run_dir, 0))
             told = RunningJob(
-                process=str(process), script="train.py", fabric="gloo", slices=2, split="slices", min_workers=1, saves=False,
+                process=str(process), script="train.py", fabric="gloo", slices=2, split="slices", min_workers=1,
                 run_dir=run_dir, report_dir=str(tmp_path), log_dir=str(tmp_path / "logs"),
             )  # fmt: skip
             (run_dir / "records-0.jsonl").write_text(json.dumps({"event": "X", "said": PLANTED}) + "\n")

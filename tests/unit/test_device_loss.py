@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holdfast.launch.device_loss import device_loss
+from holdfast.launch.supervise.script_failure import device_loss
 from holdfast.records.types import DeviceLost
 from holdfast.state.context import SliceLoad
 

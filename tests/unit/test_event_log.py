@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.launch.sizes import size_in_bytes
+from holdfast.launch.job_rules import size_in_bytes
 from holdfast.observe.monitor.followed import FollowedFolder, GrowingEvents
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import complete_lines, load_events, read_event_files

@@ -19,7 +19,7 @@ SCRIPT = """
 import atexit, os, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-from holdfast.launch import worker
+from holdfast.launch.supervise import worker
 from holdfast.records.beacon import show_life, _of_process
 show_life(Path(sys.argv[1]), 0.0)
 (beacon,) = _of_process.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,9 +12,9 @@ import time
 import pytest
 from lock_holders import wait_for
 
-from holdfast.launch import fork_server
-from holdfast.launch.fork_server import ForkServer
-from holdfast.launch.processes import Process
+from holdfast.launch.supervise import fork_server
+from holdfast.launch.supervise.fork_server import ForkServer
+from holdfast.launch.supervise.processes import Process
 
 TRACER = """
 import ctypes, sys, time
@@ -26,7 +27,7 @@ if ctypes.CDLL(None).ptrace(seize, int(sys.argv[1]), None, None) == 0:
 
 @pytest.fixture
 def server(tmp_path):
-    with ForkServer(tmp_path, os.environ, tmp_path / "log") as server:
+    with contextlib.closing(ForkServer(tmp_path, os.environ, tmp_path / "log")) as server:
         yield server
 
 

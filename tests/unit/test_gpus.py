@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.launch import gpus
-from holdfast.launch.gpus import (
+from holdfast.launch.supervise import gpus
+from holdfast.launch.supervise.gpus import (
     check_gpus,
     choose,
     describe_sharing,
@@ -17,7 +17,7 @@ from holdfast.launch.gpus import (
     parse_smi,
     parse_visible,
 )
-from holdfast.launch.slots import Slots, slot_at_start
+from holdfast.launch.supervise.slots import Slots, slot_at_start
 
 FOUR = ("0", "1", "2", "3")
 SMI = """\

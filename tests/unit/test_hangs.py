@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.launch.hangs import HangDetector
+from holdfast.launch.health.hangs import HangDetector
 from holdfast.records.beacon import BeaconPosition
 
 TIMEOUT_S = 10.0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.config import Settings
-from holdfast.launch.health import HealthMonitor
+from holdfast.launch.health.monitor import HealthMonitor
 from holdfast.launch.job import Job
 from holdfast.launch.population import WorkerPopulation
 from holdfast.records.beacon import BeaconPosition

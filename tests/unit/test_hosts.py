@@ -13,15 +13,15 @@ import pytest
 from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch import worker_context
 from holdfast.launch.command_line import resume_command
 from holdfast.launch.control import announce, find
-from holdfast.launch.hostlist import Host, parse_hosts
+from holdfast.launch.fleet.hostlist import Host, parse_hosts
+from holdfast.launch.fleet.mpi_hosts import MpiHosts, RemoteAgent, check_hosts, shared_folder
 from holdfast.launch.job import Job
 from holdfast.launch.job_rules import HOST_RULES
-from holdfast.launch.mpi_hosts import MpiHosts, RemoteAgent, check_hosts, shared_folder
-from holdfast.launch.processes import Process, WatchedWorker
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise import worker_context
+from holdfast.launch.supervise.processes import Process, WatchedWorker
 
 FAR, AWAY = "203.0.113.1", "203.0.113.2"
 """Addresses that are no machine's (RFC 5737)."""
@@ -66,7 +66,7 @@ def make_job(tmp_path, agent):
 def meet(job, tmp_path):
     hosts = MpiHosts(job, RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None))
     try:
-        hosts.connect()
+        hosts.connect(lambda text: None)
     finally:
         hosts.close()
 
@@ -179,7 +179,7 @@ def test_who_is_left_is_found_out_and_what_still_runs_there_is_ended(make_job, t
     hosts = MpiHosts(
         make_job('test ! -e "$0.down" && sh -c "$*"'), RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
     )
-    hosts.connect()
+    hosts.connect(lambda text: None)
     (tmp_path / "agent.down").touch()
     sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     first, second, later = (Process.of(sleeper.pid) for sleeper in sleepers)

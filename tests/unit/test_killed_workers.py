@@ -7,12 +7,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lock_holders import DEADLINE_S, LockHolder, wait_for
 
-from holdfast.launch.killed_workers import KilledWorkers
-from holdfast.launch.processes import Process
+from holdfast.launch.health.deaths import KilledWorkers
+from holdfast.launch.supervise.processes import Process
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 
@@ -22,7 +23,7 @@ class Reports(dict):
 
     def __init__(self, folder):
         super().__init__()
-        self.watched = KilledWorkers(folder, self.__setitem__)
+        self.watched = KilledWorkers(folder, SimpleNamespace(members=object(), report=self.__setitem__))
         self.waiting = []
 
     def watch(self, rank, holder):
@@ -175,7 +176,9 @@ def test_the_mark_is_there_again_while_the_report_is_still_on_its_way(tmp_path):
         may_end.wait(DEADLINE_S)
 
     with LockHolder(tmp_path, 0) as killed:
-        KilledWorkers(tmp_path, report).watch(0, Process.of(killed.process.pid))
+        KilledWorkers(tmp_path, SimpleNamespace(members=object(), report=report)).watch(
+            0, Process.of(killed.process.pid)
+        )
 
         killed.process.kill()
 
@@ -193,7 +196,9 @@ def test_a_report_that_fails_prints_nothing(tmp_path, monkeypatch):
         raise OSError("no network")
 
     with LockHolder(tmp_path, 0) as killed:
-        KilledWorkers(tmp_path, report).watch(0, Process.of(killed.process.pid))
+        KilledWorkers(tmp_path, SimpleNamespace(members=object(), report=report)).watch(
+            0, Process.of(killed.process.pid)
+        )
 
         killed.process.kill()
 

@@ -13,7 +13,7 @@ from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line, resume_command
-from holdfast.launch.hostlist import Host
+from holdfast.launch.fleet.hostlist import Host
 from holdfast.launch.job import Job
 from holdfast.launch.job_rules import HOST_RULES, JOB_RULES, NODE_RULES, check
 from holdfast.observe.loggers.targets import LogTarget

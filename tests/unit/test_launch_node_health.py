@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from holdfast.errors import JobError
-from holdfast.launch.node_health import NodeCheck
+from holdfast.launch.fleet.node_health import NodeCheck
 from holdfast.membership import Hub, open_store
 
 DEADLINE_S = 30

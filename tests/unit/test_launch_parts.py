@@ -18,20 +18,28 @@ import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
-from holdfast.launch.attempt import _environment
+from holdfast.faults.plan import FaultPlan
 from holdfast.launch.exit_status import explain, why_not_again
-from holdfast.launch.hostlist import Host
+from holdfast.launch.fleet.hostlist import Host
+from holdfast.launch.fleet.node_faults import FaultInjector
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobLost, JobState, NodeDeparted
 from holdfast.launch.launcher import Launcher
-from holdfast.launch.node_faults import KillSchedule
-from holdfast.launch.processes import Process, WatchedWorker, children_of, descendants_of, end_gently, wait_for_end
 from holdfast.launch.results import records_of
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView
 from holdfast.launch.stopping import StopProcedure
-from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker import describe
+from holdfast.launch.supervise.attempt import _environment
+from holdfast.launch.supervise.processes import (
+    Process,
+    WatchedWorker,
+    children_of,
+    descendants_of,
+    end_gently,
+    wait_for_end,
+)
+from holdfast.launch.supervise.script_failure import describe
+from holdfast.launch.supervise.tail import LineTail, RecordTail
 from holdfast.observe.terminal.views import make_view
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder, read_records
@@ -87,12 +95,12 @@ def test_records_are_read_as_they_are_written(tmp_path):
     recorder = FileRecorder(path)
 
     recorder.write(SEEN)
-    assert tail.read() == [SEEN]
-    assert tail.read() == []
+    assert tail.records() == [SEEN]
+    assert tail.records() == []
     with path.open("a") as file:
         file.write("{}\n[1]\n" + "[" * 100_000 + "\n\ud800\n".encode("utf-8", "surrogatepass").decode("latin1"))
     recorder.write(SEEN)
-    assert tail.read() == [SEEN]
+    assert tail.records() == [SEEN]
     assert tail.skipped == 4
     assert list(read_records(path)) == [SEEN, SEEN]
     tail.close()
@@ -159,7 +167,7 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 @pytest.mark.parametrize(("before", "ended_by"), [("", signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
 def test_a_process_is_asked_to_end_before_it_is_killed(monkeypatch, before, ended_by):
-    monkeypatch.setattr("holdfast.launch.processes._GRACE_S", 0.3)
+    monkeypatch.setattr("holdfast.launch.supervise.processes._GRACE_S", 0.3)
     child = sleeper(before)
     process = Process.of(child.pid)
     assert process is not None
@@ -171,7 +179,7 @@ def test_a_process_is_asked_to_end_before_it_is_killed(monkeypatch, before, ende
 
 ORPHANS = """
 import os, subprocess, sys, time
-from holdfast.launch.processes import adopt_orphans, children_of, end_children
+from holdfast.launch.supervise.processes import adopt_orphans, children_of, end_children
 adopt_orphans()
 leave = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
 child = subprocess.Popen([sys.executable, "-c", leave], stdout=subprocess.PIPE, text=True)
@@ -295,10 +303,23 @@ def test_a_script_that_cannot_be_read_shows_where(tmp_path):
     assert "train.py" in failed.traceback
 
 
-def test_each_victim_is_named_once_when_its_time_has_come():
-    kills = KillSchedule(iter([(1.0, 2), (1.5, 0)]), begin_s=10.0)
+def test_each_victim_is_killed_once_when_its_time_has_come(monkeypatch):
+    killed, now_s = [], 10.0
+    monkeypatch.setattr("holdfast.launch.fleet.node_faults.mtbf_schedule", lambda *_: [(1.0, 2), (1.5, 0)])
+    monkeypatch.setattr(
+        "holdfast.launch.fleet.node_faults.kill_worker", lambda run, bus, attempt, rank: killed.append(rank)
+    )
+    job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings(), node_rank=0)
+    clock, state = SimpleNamespace(now_s=lambda: now_s), SimpleNamespace(living=lambda: (0, 1, 2))
+    run = SimpleNamespace(job=job, clock=clock, state=state)
+    injector = FaultInjector(run, SimpleNamespace(has_committed=True), FaultPlan())
 
-    assert [kills.due(now_s) for now_s in (10.9, 11.0, 11.4, 12.0, 99.0)] == [None, 2, None, 0, None]
+    counts = []
+    for now_s in (10.0, 10.9, 11.0, 11.4, 12.0, 99.0):  # noqa: B007 - the clock reads it
+        injector.kill_random(None)
+        counts.append(len(killed))
+
+    assert (counts, killed) == ([0, 0, 1, 1, 2, 2], [2, 0])
 
 
 class Terminal(io.StringIO):
@@ -510,8 +531,7 @@ def stopping(tmp_path):
         clock=SimpleNamespace(now_s=lambda: 5.0),
         view=SimpleNamespace(print_line=lambda line: None),
         paths=SimpleNamespace(run_dir=tmp_path),
-        others=None,
-        nodes=None,
+        fleet=SimpleNamespace(is_needed=True, stop_all=lambda: True),
         state=JobState("train.py"),
     )
     return StopProcedure(run, SimpleNamespace(progress=RunProgress()))
@@ -528,12 +548,13 @@ def test_who_is_still_being_started_is_told_to_stop_as_soon_as_it_is_there_and_n
     assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("nnodes", "is_host", "told"), [(1, False, True), (3, True, True), (3, False, False)])
+@pytest.mark.parametrize(("nnodes", "is_needed"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_launcher_that_lost_the_store_stops_the_whole_job_only_where_no_other_node_goes_on_without_it(
-    stopping, nnodes, is_host, told, is_asked
+    stopping, nnodes, is_needed, is_asked
 ):
-    stopping._run.job.nnodes, stopping._run.nodes = nnodes, SimpleNamespace(is_host=is_host)
+    stopping._run.job.nnodes, stopping._run.fleet.is_needed = nnodes, is_needed
+    stopping._run.fleet.stop_all = lambda: is_needed
     workers = Waiting(0, 1, 2)
     workers.is_running = lambda: True
     if is_asked:
@@ -542,8 +563,8 @@ def test_a_launcher_that_lost_the_store_stops_the_whole_job_only_where_no_other_
 
     assert stopping.without_store(workers, "it is gone") is None
 
-    assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2) if told]
-    assert stop_path(stopping._run.paths.run_dir).exists() == told
+    assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2) if is_needed]
+    assert stop_path(stopping._run.paths.run_dir).exists() == is_needed
 
 
 @pytest.mark.parametrize(

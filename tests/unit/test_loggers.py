@@ -14,7 +14,6 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.command_line import command_line
-from holdfast.launch.displays import DisplayedJob
 from holdfast.launch.job import Job
 from holdfast.observe.loggers.leftovers import Leftovers, RunRecords, mark_run
 from holdfast.observe.loggers.log_to import LoggerDisplay
@@ -523,8 +522,8 @@ def node(rank, folder, **settings):
 
 def opened(job, run_dir, say, *, is_late=False):
     paths = SimpleNamespace(run_dir=run_dir)
-    displayed = DisplayedJob(job=job, paths=paths, running=None, clock=None, say=say, is_late=is_late)
-    return LoggerDisplay().open(displayed)
+    view, fleet = SimpleNamespace(print_line=say), SimpleNamespace(is_late=is_late)
+    return LoggerDisplay().open(SimpleNamespace(job=job, paths=paths, clock=None, view=view, fleet=fleet))
 
 
 @pytest.mark.usefixtures("installed")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine import mpi_start
-from holdfast.launch.processes import Process
+from holdfast.launch.supervise.processes import Process
 
 pytest.importorskip("mpi4py", exc_type=ImportError)
 
@@ -61,7 +61,7 @@ def test_a_worker_whose_mpirun_ended_before_it_looked_does_not_start(tmp_path, i
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
     env |= {"PYTHONPATH": str(ROOT / "src"), "HOLDFAST_LAUNCHER": str(Process.of(os.getpid()))}
     env |= {"OMPI_COMM_WORLD_SIZE": "2"} if is_orphan else {}
-    words = [sys.executable, "-m", "holdfast.launch.starter", str(tmp_path / "script.py")]
+    words = [sys.executable, "-m", "holdfast.launch.supervise.starter", str(tmp_path / "script.py")]
 
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
 

@@ -8,9 +8,9 @@ from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import ask_launcher
+from holdfast.launch.fleet.node_faults import check_node_faults
 from holdfast.launch.job import Job
 from holdfast.launch.job_rules import check_plan
-from holdfast.launch.node_faults import check_node_faults
 from holdfast.records.paths import strike_path
 
 CUT = "partition:node=1,step=2"
@@ -46,7 +46,7 @@ def test_a_network_that_nobody_knows_cannot_be_cut(make_job):
 
 
 def test_who_cuts_needs_the_command_for_it_and_the_others_do_not(make_job, monkeypatch, tmp_path):
-    monkeypatch.setattr("holdfast.launch.node_faults._own_addresses", lambda job, fault: ["10.1.2.3"])
+    monkeypatch.setattr("holdfast.launch.fleet.node_faults._own_addresses", lambda job, fault: ["10.1.2.3"])
     monkeypatch.setenv("PATH", str(tmp_path))
 
     check_node_faults(make_job(CUT, node=0))

@@ -15,12 +15,13 @@ import pytest
 from holdfast.base.rules import check_rules
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, JobError
-from holdfast.launch import nodes
+from holdfast.launch.fleet import nodes
+from holdfast.launch.fleet.base import NodeChanges
+from holdfast.launch.fleet.node_health import NodeCheck
+from holdfast.launch.fleet.nodes import FENCE_LEASES, NodeGroup
+from holdfast.launch.fleet.rendezvous import hub_places, split_place
 from holdfast.launch.job import Job
 from holdfast.launch.job_rules import NODE_RULES
-from holdfast.launch.node_health import NodeCheck
-from holdfast.launch.nodes import FENCE_LEASES, NodeGroup
-from holdfast.launch.rendezvous import hub_places, split_place
 from holdfast.membership import Hub, open_store
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.types import Recovered, StepCommitted, WorkerEnded
@@ -80,6 +81,20 @@ def until(ready):
     return found
 
 
+def changes_at(launcher):
+    changes = NodeChanges()
+    launcher.poll(changes)
+    return changes
+
+
+def publish(launcher, records):
+    launcher._replication.publish(launcher.number, records)
+
+
+def receive(launcher):
+    return launcher._replication.receive(launcher._others)
+
+
 def committed(step, t_s=0.0):
     return StepCommitted(t_s=t_s, rank=0, step=step, epoch=0, samples=1, workers=1, metrics={"loss": 0.5})
 
@@ -103,16 +118,16 @@ def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(
     position = BeaconPosition(beats=1, step=4, slice=2, phase="forward", pid=7, samples=(3, 5))
     death = WorkerEnded(t_s=9.0, rank=0, step=4, exit_code=-9, pid=7)
 
-    first.publish([(committed(step), None) for step in range(3)])
-    first.publish([(death, position)])
+    publish(first, [(committed(step), None) for step in range(3)])
+    publish(first, [(death, position)])
 
     for other in (second, third):
         told = []
-        until(lambda told=told, other=other: told.extend(other.receive()) or len(told) == 4)
+        until(lambda told=told, other=other: told.extend(receive(other)) or len(told) == 4)
         assert [entry.record for entry in told] == [committed(0), committed(1), committed(2), death]
         assert [entry.position for entry in told] == [None, None, None, position]
-        assert other.receive() == []
-    assert first.receive() == []
+        assert receive(other) == []
+    assert receive(first) == []
 
 
 def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
@@ -121,8 +136,8 @@ def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
     told = []
 
     for step in range(30):
-        first.publish([(committed(step), None)])
-        until(lambda: told.extend(second.receive()) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
+        publish(first, [(committed(step), None)])
+        until(lambda: told.extend(receive(second)) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
 
     assert [entry.record.step for entry in told] == list(range(30))
     assert len(first.store.under("told/")) == 4
@@ -133,8 +148,8 @@ def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch)
     first, second = meet(2)
     told = []
 
-    first.publish([(committed(step, t_s=float(step)), None) for step in range(20)])
-    until(lambda: told.extend(second.receive()) or len(told) == 20)
+    publish(first, [(committed(step, t_s=float(step)), None) for step in range(20)])
+    until(lambda: told.extend(receive(second)) or len(told) == 20)
 
     assert [entry.record.step for entry in told] == list(range(20))
     assert len(first.store.under("told/")) > 5
@@ -159,9 +174,9 @@ def test_what_all_workers_report_after_a_failure_crosses_the_network_compressed(
         )
         for rank in range(1, 9)
     ]
-    here.publish(sent)
+    publish(here, sent)
 
-    told = until(there.receive)
+    told = until(lambda: receive(there))
 
     assert [entry.record for entry in told] == [record for record, _ in sent]
     (text,) = here.store.under("told/0/").values()
@@ -172,14 +187,14 @@ def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not
     first, second, third = meet(3, workers=1)
     for launcher in (first, second, third):
         launcher.begin(0)
-    assert first.poll() == nodes.NodeChanges()
+    assert changes_at(first) == NodeChanges()
 
     fall_silent(second)
-    third.ended(2)
+    third.deaths.note_end(2)
     third.close()
 
-    changes = nodes.NodeChanges()
-    until(lambda: changes.lost.update(first.poll().lost) or changes.lost)
+    changes = NodeChanges()
+    until(lambda: first.poll(changes) or changes.lost)
     assert changes.lost == {1: (1,)}
     assert set(first.store.under("gone/0/")) == {"1", "2"}
     assert first._members.get("dead/1") == "node 1 is lost"
@@ -193,10 +208,10 @@ def test_whoever_finds_a_silent_node_second_loses_its_workers_like_the_first(mee
         launcher.begin(0)
     fall_silent(second)
 
-    until(lambda: first.poll().lost)
+    until(lambda: changes_at(first).lost)
     until(lambda: third.store.get("gone/0/1"))
 
-    assert until(lambda: third.poll().lost) == {1: (1,)}
+    assert until(lambda: changes_at(third).lost) == {1: (1,)}
     assert third.given_up == {1}
 
 
@@ -204,10 +219,10 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     first, second = meet(2)
     for launcher in (first, second):
         launcher.begin(0)
-    first.publish([(committed(0), None)])
-    second.publish([(committed(1), None)])
+    publish(first, [(committed(0), None)])
+    publish(second, [(committed(1), None)])
     fall_silent(second)
-    until(lambda: first.poll().lost)
+    until(lambda: changes_at(first).lost)
 
     back = NodeGroup(make_job(1))
     meet.ends.callback(back.close)
@@ -215,12 +230,12 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
 
     assert back.is_late
     assert (start.own, start.ranks, start.alive) == ((), (0, 1, 2, 3), (0, 1))
-    assert [told.record.step for told in back.receive()] == [1, 0], "what its predecessor told, and the others"
+    assert [told.record.step for told in receive(back)] == [1, 0], "what its predecessor told, and the others"
     assert back.free_number(4) == 4
-    assert until(lambda: first.poll().newcomers) == (4,)
-    back.publish([(committed(2), None)])
+    assert until(lambda: changes_at(first).newcomers) == (4,)
+    publish(back, [(committed(2), None)])
     heard = []
-    until(lambda: heard.extend(first.receive()) or len(heard) == 2)
+    until(lambda: heard.extend(receive(first)) or len(heard) == 2)
     assert [told.record.step for told in heard] == [1, 2]
 
 
@@ -261,15 +276,15 @@ def test_a_managed_job_begins_without_nodes_that_come_later(managed):
 
     starts = [launcher.begin(0) for launcher in (first, second)]
 
-    assert not first.is_host, "no launcher is special"
+    assert not first.is_needed, "no launcher is special"
     assert [start.own for start in starts] == [(0,), (1,)]
     assert {start.ranks for start in starts} == {(0, 1)}
-    assert not first.poll().lost, "a node that has never been there cannot be lost"
+    assert not changes_at(first).lost, "a node that has never been there cannot be lost"
     third = managed(2)
     assert third.is_late
     assert third.begin(third.number).alive == (0, 1)
     assert third.free_number(2) == 2
-    assert until(lambda: first.poll().newcomers) == (2,)
+    assert until(lambda: changes_at(first).newcomers) == (2,)
 
 
 def test_a_managed_restart_leaves_room_for_nodes_that_are_missing(managed):
@@ -291,7 +306,7 @@ def test_who_comes_back_when_all_are_lost_does_not_wait_for_its_predecessors_wor
     start = back.begin(back.number)
 
     assert 0 not in start.alive
-    assert until(lambda: back.poll().lost) == {1: (1,)}
+    assert until(lambda: changes_at(back).lost) == {1: (1,)}
 
 
 def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):
@@ -302,7 +317,7 @@ def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):
     third.free_number(11)
     until(lambda: {rank for seated in first.there().values() for rank in seated.ranks} >= {10, 11})
 
-    assert sorted(first.poll().newcomers) == [10, 11]
+    assert sorted(changes_at(first).newcomers) == [10, 11]
 
     assert (first.ranks_of([10]), first.ranks_of([11])) == ((1,), (2,))
 
@@ -357,20 +372,20 @@ def test_workers_of_the_last_start_are_no_newcomers_of_this_one(meet):
     for launcher in (first, second):
         launcher.begin(0)
     assert second.free_number(4) == 4
-    until(lambda: first.poll().newcomers == (4,))
+    until(lambda: changes_at(first).newcomers == (4,))
 
     assert first.agree_on_restart(1, (0, 1, 2)) == second.agree_on_restart(1, (0, 1, 2)) == (0, 1, 2)
     first.begin(1)
-    assert first.poll().newcomers == (), "the second still names 3 and 4, who are no more"
+    assert changes_at(first).newcomers == (), "the second still names 3 and 4, who are no more"
     second.begin(1)
     assert second.free_number(5) == 5
-    assert until(lambda: first.poll().newcomers) == (5,)
+    assert until(lambda: changes_at(first).newcomers) == (5,)
 
 
 def test_a_death_that_is_reported_late_does_not_reach_the_workers_of_the_next_start(meet):
     (only,) = meet(1)
     only.begin(0)
-    report = only.death_reporter()
+    report = only.deaths.report
     report(1, "killed by SIGKILL")
     assert only._members.under("dead/") == {"1": "killed by SIGKILL"}
 
@@ -379,7 +394,7 @@ def test_a_death_that_is_reported_late_does_not_reach_the_workers_of_the_next_st
     report(0, "killed by SIGKILL")
 
     assert only._members.under("dead/") == {}
-    only.death_reporter()(0, "killed by SIGSEGV")
+    only.deaths.report(0, "killed by SIGSEGV")
     assert only._members.under("dead/") == {"0": "killed by SIGSEGV"}
 
 
@@ -388,7 +403,7 @@ def test_nobody_starts_again_before_a_lost_node_has_surely_ended_its_workers(mee
     for launcher in (first, second):
         launcher.begin(0)
     fall_silent(second)
-    until(lambda: first.poll().lost)
+    until(lambda: changes_at(first).lost)
 
     since_s = time.monotonic()
     first.agree_on_restart(1, (0, 1))
@@ -598,7 +613,7 @@ def test_a_machine_that_cannot_connect_to_itself_says_so_at_once(make_job, monke
     def unreachable(*_):
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
-    monkeypatch.setattr("holdfast.launch.rendezvous.address_towards", unreachable)
+    monkeypatch.setattr("holdfast.launch.fleet.rendezvous.address_towards", unreachable)
 
     with pytest.raises(JobError, match=r"127\.0\.0\.1: Network is unreachable; bring its loopback interface up"):
         NodeGroup(make_job(0, nnodes=1, rdzv=""))

@@ -24,10 +24,12 @@ from holdfast.distributed import comm_thread
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.recorder import GroupRecorder
 from holdfast.engine import exits
-from holdfast.launch import health, killed_workers, watcher
-from holdfast.launch.health import HealthMonitor
-from holdfast.launch.killed_workers import KilledWorkers
+from holdfast.launch.health import deaths
+from holdfast.launch.health import monitor as health
+from holdfast.launch.health.deaths import KilledWorkers
+from holdfast.launch.health.monitor import HealthMonitor
 from holdfast.launch.run_view import RunStatus, SteadyView
+from holdfast.launch.supervise import watcher
 from holdfast.membership import Hub, open_store
 from holdfast.membership import server as hub_server
 from holdfast.records import beacon as beacons
@@ -109,8 +111,8 @@ def say_that_it_begins(tmp_path, monkeypatch):
 def report_deaths(tmp_path, monkeypatch):
     """The launcher's thread that waits for the end of a worker: the worker's end is looked at, whatever the report raises."""
     looked = []
-    monkeypatch.setattr(killed_workers, "cause_of_death", lambda code: looked.append(code) or "killed")
-    killed = KilledWorkers(tmp_path, raises)
+    monkeypatch.setattr(deaths, "cause_of_death", lambda code: looked.append(code) or "killed")
+    killed = KilledWorkers(tmp_path, SimpleNamespace(report=raises))
     killed._look(0, SimpleNamespace(signal_of_end=lambda: signal.SIGKILL))
     killed._look(1, SimpleNamespace(signal_of_end=lambda: signal.SIGSEGV))
     assert looked == [-signal.SIGKILL, -signal.SIGSEGV]

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.base.phases import Phase
-from holdfast.launch.starting import WARN_AFTER_S, StartupMonitor, StartupStatus
+from holdfast.launch.health.starting import WARN_AFTER_S, StartupMonitor, StartupStatus
 
 LIMIT_S = 20.0
 ABSENT = StartupStatus()

@@ -18,7 +18,7 @@ from holdfast.cli.top import _job_lines, _screen
 from holdfast.config import Settings
 from holdfast.launch.control import announce, note_wait, running_jobs
 from holdfast.launch.job import Job
-from holdfast.launch.processes import Process, WatchedWorker, pair_path
+from holdfast.launch.supervise.processes import Process, WatchedWorker, pair_path
 from holdfast.observe.monitor.observed import ObservedJob
 from holdfast.observe.monitor.usage import UsageMeter
 from holdfast.records.encoding import record_to_dict

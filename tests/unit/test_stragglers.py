@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from holdfast.launch.stragglers import StragglerDetector
+from holdfast.launch.health.stragglers import StragglerDetector
 from holdfast.records.beacon import Beacon, BeaconPosition
 from holdfast.setting_choices import POLICIES
 

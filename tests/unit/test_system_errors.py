@@ -17,8 +17,8 @@ from holdfast.base.system_errors import error_of_a_new_file, refusal
 from holdfast.base.temporary import TemporaryFolder
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launch import fork_server, processes, worker
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise import fork_server, processes, script_failure, worker
 
 
 def refused(number, name=None):
@@ -109,7 +109,7 @@ def test_a_worker_blames_space_only_where_a_limit_is_not_the_cause(monkeypatch, 
     with pytest.raises(HoldfastError) as raised:
         worker._show_life(Settings(run_dir="/run"), 0)
 
-    failed = worker.describe(raised.value, Path("train.py"))
+    failed = script_failure.describe(raised.value, Path("train.py"))
     assert failed.message == f"cannot write to /run: {os.strerror(number)}" + (f"; {said}" if code == 2 else "")
     assert failed.message.endswith(said)
     assert (failed.exit_code, failed.traceback, failed.is_bug) == (code, "", False)
@@ -140,7 +140,7 @@ def test_what_is_refused_to_holdfast_itself_is_one_line_and_what_is_refused_to_t
     (folder / f"{module}.py").write_text("def call(act):\n    act()\n    open('/dev/null')\n")
     monkeypatch.syspath_prepend(folder)
     sys.modules.pop(module, None)
-    monkeypatch.setattr(worker, "_PACKAGE", f"{tmp_path}/holdfast/")
+    monkeypatch.setattr(script_failure, "_PACKAGE", f"{tmp_path}/holdfast/")
     script = tmp_path / "script.py"
     script.write_text(REFUSED.format(module=module, act=act))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -148,7 +148,7 @@ def test_what_is_refused_to_holdfast_itself_is_one_line_and_what_is_refused_to_t
         runpy.run_path(str(script))
     except OSError as error:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        failed = worker.describe(error, script)
+        failed = script_failure.describe(error, script)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 

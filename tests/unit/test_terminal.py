@@ -13,9 +13,8 @@ from rich.console import Console
 from view_runs import begun
 
 from holdfast.base.formatting import rough, speed, timer
+from holdfast.launch.health.starting import StartupStatus, what_workers_wait_for
 from holdfast.launch.run_view import RunStatus
-from holdfast.launch.starting import StartupStatus
-from holdfast.launch.waiting_for import what_workers_wait_for
 from holdfast.observe.terminal import views as live
 from holdfast.observe.terminal.views import LiveView, PlainView, _panel, make_view, progress_line
 from holdfast.records.activity import current_activity

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-WATCH = "import os; from holdfast.launch.watcher import watch; watch(os.getpid(), None)"
+WATCH = "import os; from holdfast.launch.supervise.watcher import watch; watch(os.getpid(), None)"
 
 
 def test_a_watcher_that_cannot_write_says_so_in_one_line(tmp_path):
@@ -25,7 +25,7 @@ def test_a_watcher_that_cannot_write_says_so_in_one_line(tmp_path):
 
 SLEEPER = """
 import os, time
-from holdfast.launch.watcher import watch
+from holdfast.launch.supervise.watcher import watch
 if (pid := os.fork()) == 0:
     time.sleep(60)
     os._exit(0)

@@ -87,6 +87,14 @@ def _remove_with_few_files(path: Path) -> None:
         path.rmdir()
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read, atomically; other processes may write it, too."""
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    draft.touch(mode=0o600)
+    draft.write_text(text)
+    draft.replace(path)
+
+
 def is_missing(path: Path) -> bool:
     """Return whether a path does not exist. A path that cannot be checked, as during a network outage, counts as existing."""
     try:

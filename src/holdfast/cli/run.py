@@ -141,7 +141,7 @@ def run(
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
     from holdfast.cli.output import RunOutput
-    from holdfast.launch.worker_context import STOPPED
+    from holdfast.launch.supervise.worker_context import STOPPED
 
     if line := _take_scheduled(context, given):
         print(f"holdfast: {line}", file=sys.stderr)
@@ -186,8 +186,8 @@ def _launch(job: Job, arguments: RunArguments) -> int:
 
 def _take_scheduled(context: Context, given: dict[str, Any]) -> str:
     """Add the options that a scheduler sets to ``given``; return a line that says which."""
-    from holdfast.launch.gpus import find_gpus
     from holdfast.launch.schedulers import read_scheduler
+    from holdfast.launch.supervise.gpus import find_gpus
 
     sources = {name: context.get_parameter_source(name) for name in (*_SCHEDULED, "hosts")}
     choices = {name: given[name] for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
@@ -210,7 +210,7 @@ def _check(given: dict[str, Any]) -> None:
 
 def _job(script: Path, args: list[str], given: dict[str, Any], arguments: RunArguments) -> Job:
     """Return the job for the launcher; the ConfigError names an option whose value is not allowed."""
-    from holdfast.launch.hostlist import parse_hosts
+    from holdfast.launch.fleet.hostlist import parse_hosts
     from holdfast.launch.schedulers import with_port
     from holdfast.launch.target import find_target
 

@@ -26,7 +26,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -42,9 +41,11 @@ from holdfast.comm.start_wait import LIMIT_S, LONGEST_NAP_S, USUAL, StartLimit, 
 from holdfast.errors import ConfigError, ScriptError, StoreLost
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.authentication import WRONG_TOKEN
+from holdfast.membership.store import address_towards
 
 LEASE_S = 30.0
 """A process that is silent for this long has failed: its machine is lost, or it is stopped."""
+_ANY_PORT = 9
 _RETRY_S = 0.1
 _CONNECT_S = 30.0
 """Once all are there, they have at least so long to connect to the membership store."""
@@ -195,11 +196,11 @@ class JoinedGroup:
         if self.group.is_local:
             return "127.0.0.1"
         if self.group.rank:
-            return _route_to(self.group.host)
+            return address_towards(self.group.host, _ANY_PORT)
         if len(self.ranks) == 1:
             return "127.0.0.1"
         last = self._rendezvous.get(self._key(f"here/{self.ranks[-1]}")).decode()
-        return _route_to(last)  # this machine's own name may mean a loopback address
+        return address_towards(last, _ANY_PORT)  # this machine's own name may mean a loopback address
 
     def _call_roll(self) -> list[int]:
         """Return the processes that are there: all, or those that rank 0 begins with once the time is over.
@@ -212,7 +213,9 @@ class JoinedGroup:
             raise self._taken()
         self._prepare_host()
         if group.rank:
-            place.set(self._key(f"here/{group.rank}"), "-" if group.is_local else _route_to(group.host))
+            place.set(
+                self._key(f"here/{group.rank}"), "-" if group.is_local else address_towards(group.host, _ANY_PORT)
+            )
             wait.restart(wait.limit.limit_s + _CONNECT_S)  # rank 0, which names the missing ranks, may have begun later
             published = self._read("present", says=False)
         else:
@@ -452,11 +455,3 @@ def _open_rendezvous(group: LaunchedGroup, wait: StartWait | None = None) -> Any
         raise StoreLost(
             f"the processes of {group.launcher} cannot meet at {where}: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _route_to(host: str) -> str:
-    """Return the address of this machine on the route to ``host``."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
-from holdfast.faults.reading import check_keys, read_number, refuse
+from holdfast.errors import refuse
+from holdfast.faults.reading import check_keys, read_number
 
 if TYPE_CHECKING:  # it imports NumPy, which the launcher, a reader of plans, does not need
     from holdfast.faults.alteration import Alteration

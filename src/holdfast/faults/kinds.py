@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, refuse
 from holdfast.faults.flip import Flip, parse_flip
-from holdfast.faults.reading import check_keys, read_number, read_seconds, refuse
+from holdfast.faults.reading import check_keys, read_number, read_seconds
 
 ENDS = ("kill", "segfault", "oom")
 """Kinds that end the process immediately."""

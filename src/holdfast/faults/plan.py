@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, refuse
 from holdfast.faults.kinds import (
     ENDS,
     FLIP,
@@ -30,7 +30,7 @@ from holdfast.faults.kinds import (
     fault_from_json,
     parse,
 )
-from holdfast.faults.reading import check_keys, no_duplicates, refuse
+from holdfast.faults.reading import check_keys, no_duplicates
 
 __all__ = [
     "ENDS",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.base.temporary import write_private
 from holdfast.errors import ConfigError
 from holdfast.faults.flip import TARGETS
 from holdfast.faults.plan import Fault, FaultPlan
@@ -117,10 +118,7 @@ class Injector:
 
 def ask_launcher(request: Path, step: int) -> None:
     """Ask the launcher by the file ``request`` to strike this node, and wait until it has removed the file."""
-    draft = request.with_suffix(".draft")
-    draft.touch(mode=0o600)
-    draft.write_text(str(step))
-    draft.replace(request)
+    write_private(request, str(step))
     ends_s = time.monotonic() + _ANSWER_S
     while request.exists() and time.monotonic() < ends_s:
         time.sleep(_POLL_S)

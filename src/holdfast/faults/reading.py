@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from string import Formatter
-from typing import Any, NoReturn
+from typing import Any
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, refuse
 
 
 class FaultNotAllowed(ConfigError):
@@ -32,11 +32,6 @@ class FaultNotAllowed(ConfigError):
 
 _WORDS = {"count": "count of flips"}
 """Longer names for values whose own name is unclear outside the command line."""
-
-
-def refuse(what: str) -> NoReturn:
-    """Raise a :class:`~holdfast.errors.ConfigError`."""
-    raise ConfigError(what)
 
 
 def read_number(key: str, text: str) -> int:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from holdfast.base.options import request_in
+from holdfast.base.temporary import write_private
 from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, refuse
 from holdfast.launch.command_line import command_line
-from holdfast.launch.job import Job, refuse
-from holdfast.launch.processes import Process
+from holdfast.launch.job import Job
 from holdfast.launch.run_paths import SHARED
+from holdfast.launch.supervise.processes import Process
+from holdfast.launch.supervise.tail import LineTail
 from holdfast.recovery.registry import strategy_class, strategy_names
 
 _ABOUT = "job.json"
@@ -43,13 +45,12 @@ class RunningJob:
     slices: int  # slices per mini-batch; 0 if a checkpoint determines the number
     split: str
     min_workers: int
-    saves: bool  # whether the job has a checkpoint directory
     folder: str = ""  # directory in which the launcher was started
     run_dir: Path = Path()  # directory of its files
     origin_s: float = 0.0  # value of time.monotonic() of this machine when the run began; 0: unknown
     command: str = ""
     report_dir: str = ""  # the directory of its report, absolute; "" for none
-    checkpoint_dir: str = ""
+    checkpoint_dir: str = ""  # "": it saves nothing
     guard: str = "off"
     workers: int = 0  # workers and spares that it starts with, on all nodes
     spares: int = 0
@@ -62,12 +63,10 @@ class RunningJob:
         """Return the description of this launcher's job, which began at ``origin_s`` of the monotonic clock."""
         of_settings = ("fabric", "split", "min_workers", "checkpoint_dir", "guard")
         values = {name: getattr(job.settings, name) for name in of_settings}
-        process, saves = str(Process.of(os.getpid())), bool(job.settings.checkpoint_dir)
         return cls(
-            process=process,
+            process=str(Process.of(os.getpid())),
             script=job.script.name,
             slices=job.slices,
-            saves=saves,
             folder=str(Path.cwd()),
             origin_s=origin_s,
             command=command_line(job),
@@ -103,10 +102,7 @@ class RunningJob:
 def announce(run_dir: Path, job: Job, origin_s: float = 0.0, log_dir: Path | None = None) -> RunningJob:
     """Publish the job of this launcher, so that commands can find it; return the published description."""
     running = dataclasses.replace(RunningJob.of(job, origin_s), run_dir=run_dir, log_dir=str(log_dir or ""))
-    draft = run_dir / f"{_ABOUT}.draft"
-    draft.touch(mode=0o600)
-    draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
-    draft.replace(run_dir / _ABOUT)
+    write_private(run_dir / _ABOUT, json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
     return running
 
 
@@ -168,10 +164,7 @@ def _read(about: Path) -> RunningJob | None:
 def note_wait(run_dir: Path, text: str) -> None:
     """Publish what this launcher's job waits for; "" once it trains."""
     with contextlib.suppress(OSError):  # only shown
-        draft = run_dir / f"{_WAITS_FOR}.draft"
-        draft.touch(mode=0o600)
-        draft.write_text(text)
-        draft.replace(run_dir / _WAITS_FOR)
+        write_private(run_dir / _WAITS_FOR, text)
 
 
 def waits_for(run_dir: Path) -> str:
@@ -267,7 +260,7 @@ def _check_number(what: str, value: Any, least: int, most: int) -> None:
 
 
 def _check_saves(what: str, job: RunningJob) -> None:
-    if not job.saves:
+    if not job.checkpoint_dir:
         refuse(f"{what} needs a checkpoint directory, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
 
 
@@ -278,19 +271,16 @@ class ControlRequest:
     """Reads requests to this launcher's job, line by line; calls ``say`` with a message for each invalid request."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
-        self._path = run_dir / _ASKED
+        self._lines = LineTail(run_dir / _ASKED, far=True)  # reopened each time: it is hardly ever there
         self._say = say
-        self._taken = self._read_bytes = 0
+        self._taken = 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return the requests since the last call; an incomplete line is left for the next call."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._read_bytes)
-                lines = file.read().split(b"\n")[:-1]
+            lines = self._lines.read()
         except OSError:
             return []
-        self._read_bytes += sum(len(line) + 1 for line in lines)
         return [request for line in lines if (request := self._request_in(line)) is not None]
 
     def _request_in(self, line: bytes) -> dict[str, Any] | None:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from holdfast.base.system_errors import refusal
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch.attempt import JobAttempt
-from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, announce, append, check
-from holdfast.launch.nodes import JobStart
+from holdfast.launch.control import FROM_DASHBOARD, ControlRequest, append, check
+from holdfast.launch.fleet.base import JobStart
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.records.paths import requests_path
 from holdfast.records.types import ActionRequested
 
 
 class ElasticWorkers:
-    """Replaces failed workers, and scales the job on request. The constructor publishes the job to commands."""
+    """Replaces failed workers, and scales the job on request."""
 
     def __init__(self, run: RunState, bus: RecordBus) -> None:
         self._run = run
@@ -28,15 +27,14 @@ class ElasticWorkers:
         self._requested = ControlRequest(run.paths.run_dir, run.view.print_line)
         self._leaving: set[int] = set()
         """Workers that are to leave, and could not be told yet: they have only begun to start."""
-        self._running = announce(run.paths.run_dir, run.job, time.monotonic() - run.clock.now_s(), run.paths.log_dir)
 
     def begin(self, start: JobStart) -> None:
         """Prepare for a start of the job. If it began without this node, offer the node's workers as newcomers."""
         run = self._run
         run.population.begin_again(max(run.state.highest, *start.ranks) + 1)
         self._leaving.clear()
-        if run.nodes is not None and run.nodes.is_late:
-            run.nodes.is_late = False
+        if run.fleet.is_late:
+            run.fleet.is_late = False
             run.population.ask(run.job.settings.workers + run.job.settings.spares, run.clock.now_s())
             run.view.print_line(f"node {run.job.node_rank} is back: its workers join as newcomers")
 
@@ -45,7 +43,7 @@ class ElasticWorkers:
         run = self._run
         for due in run.population.due(run.clock.now_s()):
             try:
-                rank = due if run.nodes is None else run.nodes.free_number(due)
+                rank = run.fleet.free_number(due)
             except StoreLost:  # detected at the next check
                 return
             try:
@@ -60,24 +58,20 @@ class ElasticWorkers:
     def answer_requests(self, attempt: JobAttempt) -> None:
         """Apply requests that were made on this node or on another."""
         self._tell_to_leave(attempt)
-        nodes, job = self._run.nodes, self._run.job
-        if nodes is None or job.nnodes == 1:
-            for changes in self._requested.new():
-                self._change(attempt, changes)
-            return
+        fleet = self._run.fleet
         with contextlib.suppress(StoreLost):  # detected at the next check
             for changes in self._requested.new():
-                nodes.request(changes | {"node": job.node_rank})
-            for changes in nodes.requests():
+                fleet.request(changes | {"node": self._run.job.node_rank})
+            for changes in fleet.requests():
                 self._change(attempt, changes)
-            self._leaving.update(nodes.is_leaving())
+            self._leaving.update(fleet.is_leaving())
             self._tell_to_leave(attempt)
 
     def _change(self, attempt: JobAttempt, changes: dict[str, Any]) -> None:
         own_node = self._run.job.node_rank
         node, is_from_dashboard = changes.pop("node", own_node), changes.pop(FROM_DASHBOARD, False)
         try:
-            check(changes, self._running)
+            check(changes, self._run.running)
         except ConfigError as error:
             self._run.view.print_line(f"request rejected: {error!s:.300}")
             return
@@ -95,8 +89,8 @@ class ElasticWorkers:
         for rank in run.population.scale(sorted(there), wanted, run.clock.now_s()):
             if rank in attempt.processes:
                 self._leaving.add(rank)
-            elif run.nodes is not None:
-                run.nodes.ask_to_leave(rank)
+            else:
+                run.fleet.ask_to_leave(rank)
         self._tell_to_leave(attempt)
 
     def _tell_to_leave(self, attempt: JobAttempt) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from holdfast.base.options import option
 from holdfast.comm.fabrics.base import Fabric
@@ -16,7 +16,7 @@ from holdfast.launch.target import MODULE
 from holdfast.setting_choices import POLICIES
 
 if TYPE_CHECKING:
-    from holdfast.launch.hostlist import Host
+    from holdfast.launch.fleet.hostlist import Host
     from holdfast.records.types import Record
 
 MAX_RESPAWNS = 16
@@ -364,8 +364,3 @@ def check_writable(folder: Path, option: str, *, mode: int = 0o777) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{option} {folder} cannot be written: {error.strerror}") from error
-
-
-def refuse(message: str) -> NoReturn:
-    """Raise a ConfigError."""
-    raise ConfigError(message)

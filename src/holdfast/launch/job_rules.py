@@ -9,13 +9,34 @@ from pathlib import Path
 
 from holdfast.base.rules import Rule, check_rules
 from holdfast.config import MOST_WORKERS
+from holdfast.errors import ConfigError
+from holdfast.launch.fleet.mpi_hosts import check_hosts
+from holdfast.launch.fleet.rendezvous import forms_of_urls, hub_places, is_place, split_place
 from holdfast.launch.job import Job, check_writable, is_remote
-from holdfast.launch.mpi_hosts import check_hosts
-from holdfast.launch.rendezvous import forms_of_urls, hub_places, is_place, split_place
-from holdfast.launch.sizes import size_in_bytes
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import Strategy
 from holdfast.setting_choices import POLICIES
+
+_NEVER = "off"
+_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9} | {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the size after which a file is full, as ``--events-max`` gives it; 0: never.
+
+    Raises:
+        ConfigError: if it is not ``off``, or a whole number above 0 with a unit.
+    """
+    if text == _NEVER:
+        return 0
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    number = text.removesuffix(unit)
+    if not (unit and number.isascii() and number.isdecimal() and int(number)):
+        raise ConfigError(
+            f"--events-max must be {_NEVER}, or a whole number above 0 with one of {', '.join(_UNITS)}, got {text!r}"
+        )
+    return int(number) * _UNITS[unit]
+
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

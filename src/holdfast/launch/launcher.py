@@ -14,40 +14,36 @@ from holdfast.base.system_errors import refusal
 from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.faults.plan import FaultPlan
-from holdfast.launch.attempt import AttemptFiles, JobAttempt, common_environment
 from holdfast.launch.checkpoint_lock import checkpoints_locked
 from holdfast.launch.control import announce, note_wait
-from holdfast.launch.displays import DisplayedJob, Displays
+from holdfast.launch.displays import make_displays, open_displays
 from holdfast.launch.elasticity import ElasticWorkers
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
-from holdfast.launch.fork_server import ForkServer, is_useful
-from holdfast.launch.gpus import check_gpus, sharing_line
-from holdfast.launch.health import HealthMonitor
+from holdfast.launch.fleet.base import Fleet, JobStart
+from holdfast.launch.fleet.mpi_hosts import FENCE_S, MpiHosts, shared_folder
+from holdfast.launch.fleet.node_faults import FaultInjector, check_node_faults
+from holdfast.launch.fleet.node_health import NodeCheck
+from holdfast.launch.fleet.nodes import NodeGroup
+from holdfast.launch.health.monitor import HealthMonitor
 from holdfast.launch.job import Job, JobOutcome
-from holdfast.launch.job_rules import check
+from holdfast.launch.job_rules import check, size_in_bytes
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
-from holdfast.launch.mpi_hosts import FENCE_S, MpiHosts, shared_folder
-from holdfast.launch.node_faults import NodeFaults, RandomKiller, check_node_faults
-from holdfast.launch.node_health import NodeCheck
-from holdfast.launch.nodes import JobStart, NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.provenance import job_provenance
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView, SteadyView
-from holdfast.launch.sizes import size_in_bytes
 from holdfast.launch.stopping import StopProcedure, restored_handlers
+from holdfast.launch.supervise.attempt import AttemptFiles, JobAttempt, common_environment
+from holdfast.launch.supervise.fork_server import ForkServer, is_useful
+from holdfast.launch.supervise.gpus import check_gpus, sharing_line
 from holdfast.records.event_log import EventLog
-from holdfast.records.queued import QueuedSink, SinkCount, close_all
+from holdfast.records.queued import SinkCount, close_all
 from holdfast.records.types import JobRestarted
 from holdfast.setting_choices import AUTO
 
-POLL_S = 0.02
-_FAR_POLL_S = 0.2
 _LINGER_S = 1.0
 _TOUCH_EVERY_S = 3600.0
-_NO_DAEMON = "A daemon failed to report back after being spawned"
-"""Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 
 
 def launch(job: Job, view: RunView | None = None) -> JobOutcome:
@@ -58,7 +54,8 @@ def launch(job: Job, view: RunView | None = None) -> JobOutcome:
     """
     check(job)
     check_node_faults(job)
-    Displays().check(job)
+    for display in make_displays():
+        display.check(job)
     check_gpus(job.gpus, elsewhere=bool(job.hosts))
     with Launcher(job, view or RunView()) as launcher:
         return launcher.run()
@@ -79,10 +76,8 @@ class Launcher:
         )
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: JobAttempt | None = None
-        self._nodes: NodeGroup | None = None
-        self._hosts: MpiHosts | None = None
-        self._displays = Displays()
-        self._restarts, self._touched_s = 0, 0.0
+        self._displays = make_displays()
+        self._touched_s = 0.0
         self._begun_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -97,27 +92,25 @@ class Launcher:
         undo.enter_context(restored_handlers())  # last of all: nothing else is left half done
         undo.callback(self._view.close)
         undo.enter_context(checkpoints_locked(job))
-        undo.callback(self._displays.close)
-        self._displays.prepare(job)  # before the folders of earlier starts are removed
+        for display in self._displays:
+            undo.callback(display.close)
+        for display in self._displays:
+            display.prepare(job)  # before the folders of earlier starts are removed
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._paths = RunPaths.make(job.log_dir or report_logs, shared_folder(job))
         undo.callback(self._paths.clear)
-        self._running = announce(self._paths.run_dir, job, self._begun_s)
+        announce(self._paths.run_dir, job, self._begun_s)
         node_check = NodeCheck.of_job(job)
         undo.callback(node_check.close)
-        if job.fabric.starts_each:
-            self._nodes = NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
-            undo.callback(self._nodes.close)
-        self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        self._fleet = self._open_fleet(node_check)
+        undo.callback(self._fleet.close)
+        self._origin_s = self._fleet.origin_s()
         self._paths.clear_logs()
         self._fork_server = self._start_fork_server()
         if self._fork_server is not None:
             undo.callback(self._fork_server.close)
         self._show_wait("checking this node" if job.nnodes == 1 else "")
         node_check.admit()  # of a single node, which imports torch in the meantime
-        if job.hosts:
-            self._hosts = MpiHosts(job, self._paths)
-            undo.callback(self._hosts.close)
         self._files = AttemptFiles(self._paths)
         undo.callback(self._files.close)
         self._run = run = RunState(
@@ -125,32 +118,37 @@ class Launcher:
             view=self._view,
             state=self._state,
             population=WorkerPopulation(job.max_respawns, 0),
-            nodes=self._nodes,
+            fleet=self._fleet,
             paths=self._paths,
             files=self._files,
             clock=SystemClock(self._origin_s),
-            sinks=self._open_sinks(),
+            running=announce(self._paths.run_dir, job, self._origin_s, self._paths.log_dir),
             events=self._event_log(undo),
         )
+        open_displays(self._displays, run)
         undo.callback(self._close_sinks)
         if line := sharing_line(job.gpus, 0 if job.is_virtual or job.hosts else len(job.ranks) // job.nnodes):
             self._view.print_line(line)
         self._bus = RecordBus(run)
         self._health = HealthMonitor(run, self._bus)
         self._elastic = ElasticWorkers(run, self._bus)
-        self._killer = RandomKiller(run, self._bus)
         self._stopping = StopProcedure(run, self._bus)
         self._stopping.install_handlers()
-        self._node_faults = NodeFaults(run, self._bus, self._plan)
-        undo.callback(self._node_faults.close)
+        self._faults = FaultInjector(run, self._bus, self._plan)
+        undo.callback(self._faults.close)
         undo.callback(self._end_attempt)
+
+    def _open_fleet(self, node_check: NodeCheck) -> Fleet:
+        job = self._job
+        if job.fabric.starts_each:
+            return NodeGroup(job, node_check if job.nnodes > 1 else None, self._show_wait)
+        return MpiHosts(job, self._paths) if job.hosts else Fleet(job)
 
     def _event_log(self, undo: contextlib.ExitStack) -> EventLog | None:
         """Return the log of the records in the report directory; None without one."""
         if self._job.report_dir is None:
             return None
-        is_late = self._nodes is not None and self._nodes.is_late  # its predecessor's file has the earlier records
-        is_first = self._job.node_rank == 0 and not is_late
+        is_first = self._job.node_rank == 0 and not self._fleet.is_late  # or its predecessor's file has earlier records
         log = EventLog(self._job.report_dir, size_in_bytes(self._job.events_max), is_first=is_first)
         undo.callback(log.close)
         return log
@@ -169,7 +167,7 @@ class Launcher:
         if not (job.preload and starts_several and is_useful(job.script)):
             return None
         env = common_environment(paths, job.settings)
-        return ForkServer(paths.own[0].path, env, paths.log_dir / "mpirun.log", paths.locks, job.words)
+        return ForkServer(paths.own[0].path, env, paths.mpirun_log, paths.locks, job.words)
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
@@ -180,16 +178,12 @@ class Launcher:
 
     def run(self) -> JobOutcome:
         """Start the job, and restart it as often as necessary and allowed; return how it ended."""
-        ranks = self._job.ranks
-        if self._hosts is not None:
-            self._show_wait("waiting for the hosts")
-            self._hosts.connect()
+        self._fleet.connect(self._show_wait)
         while True:
             try:
-                verdict: Verdict | None = self._run_once(ranks)
+                verdict: Verdict | None = self._run_once()
                 if isinstance(verdict, JobLost):
-                    ranks = self._ranks_left()
-                    verdict = self._restart(verdict, ranks)
+                    verdict = self._restart(verdict, self._fleet.restart_on(self._state))
             except StoreLost as error:
                 verdict = self._stopping.cut_off(str(error))
             if verdict is not None:
@@ -197,15 +191,17 @@ class Launcher:
 
     # --- one start of the job
 
-    def _run_once(self, ranks: tuple[int, ...]) -> Verdict:
-        start = self._begin(ranks)
+    def _run_once(self) -> Verdict:
+        start = self._fleet.begin(self._fleet.number)
         own = start.own
         self._state.begin(start.alive)
         self._health.begin()
         self._elastic.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
         try:
-            self._attempt = attempt = self._start(start)
+            self._attempt = attempt = JobAttempt(
+                self._fleet, self._settings(start), own, self._paths, self._fork_server
+            )
         except OSError as error:
             return JobBroken(f"the workers cannot be started: {refusal(error) or error}")
         verdict = None
@@ -223,33 +219,21 @@ class Launcher:
                     or self._other_nodes_report(attempt)
                     or self._state.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
                 )
-            if verdict is None and not self._killer.kill(attempt):
-                time.sleep(POLL_S if self._hosts is None else _FAR_POLL_S)
+            if verdict is None and not self._faults.kill_random(attempt):
+                time.sleep(self._fleet.poll_s)
         self._state.close()
         if isinstance(verdict, JobCompleted):
             attempt.wait(_LINGER_S)
         attempt.end()
         self._bus.read(attempt, last=True)
-        verdict = self._stopping.before_training(verdict)
-        return verdict if self._hosts is None else self._check_hosts(self._hosts, attempt, verdict)
-
-    def _start(self, start: JobStart) -> JobAttempt:
-        return JobAttempt(
-            self._watched_job(),
-            self._settings(start),
-            start.own,
-            self._paths,
-            all_stop=self._decides_for_all(),
-            hosts=self._hosts,
-            fork_server=self._fork_server,
-            report_killed=None if self._nodes is None else self._nodes.death_reporter(),
-        )
+        return self._examine(attempt, self._stopping.before_training(verdict))
 
     def _act(self, attempt: JobAttempt) -> None:
         """Act on requests, faults and findings while the job runs."""
         self._stopping.advance(attempt)
-        self._node_faults.strike(attempt)
-        self._displays.answer(attempt, self._run, self._bus, self._stopping)
+        self._faults.strike(attempt)
+        for display in self._displays:
+            display.answer(attempt, self._run, self._bus, self._stopping)
         if self._health.is_due():
             run_aside("keeping temporary files from being removed", self._keep_files, None)
             self._health.poll(attempt)
@@ -273,44 +257,24 @@ class Launcher:
             "set TMPDIR to a directory that is not cleaned up"
         )
 
-    def _decides_for_all(self) -> bool:
-        """Return whether the job cannot continue without this launcher."""
-        return self._job.nnodes == 1 or (self._nodes is not None and self._nodes.is_host)
-
-    def _watched_job(self) -> Job:
-        """Return the job as its watchers see it: without this launcher, the node is lost when its lease expires."""
-        if self._decides_for_all():
-            return self._job
-        return dataclasses.replace(self._job, grace_s=min(self._job.grace_s, self._job.node_timeout_s))
-
-    def _begin(self, ranks: tuple[int, ...]) -> JobStart:
-        nodes = self._nodes
-        if nodes is None:
-            return JobStart("", "", ranks, ranks, ranks)
-        if nodes.is_late:
-            self._restarts = nodes.number
-        return nodes.begin(self._restarts)
-
     def _is_running(self, attempt: JobAttempt) -> bool:
         """Return whether a process may still run, here or on another node."""
         return attempt.is_running() or not set(self._state.living()).issubset(attempt.processes)
 
     def _other_nodes_report(self, attempt: JobAttempt) -> Verdict | None:
         """Return the verdict that follows from the other launchers or the store."""
-        nodes = self._nodes
-        if nodes is None:
-            return None
-        if why := nodes.store_lost:
+        fleet = self._fleet
+        if why := fleet.store_lost:
             return self._stopping.without_store(attempt, why)
-        if self._job.nnodes > 1 and nodes.is_restarted():
+        if fleet.is_restarted():
             return JobLost("the job was lost, as another launcher reported")
-        if self._health.all_stall(attempt, nodes):
+        if self._health.all_stall(attempt):
             return self._state.stalled()
-        if nodes.is_stopping():
+        if fleet.is_stopping():
             self._stopping.request()
         if self._job.nnodes == 1 or attempt.is_running():
             return None
-        if self._stopping.is_requested and not nodes.is_stopping() and self._state.living():
+        if self._stopping.is_requested and not fleet.is_stopping() and self._state.living():
             return NodeDeparted()
         return None
 
@@ -318,8 +282,9 @@ class Launcher:
 
     def _settings(self, start: JobStart) -> Settings:
         settings, ranks, store = self._job.settings, start.ranks, start.store
-        again = self._restarts > 0
-        goes_on = again and self._has_begun() and (bool(settings.checkpoint_dir) or self._state.saved is not None)
+        again = self._fleet.number > 0
+        has_begun = self._fleet.begun is not None  # checkpoints are then of this job, or of the one that it resumes
+        goes_on = again and has_begun and (bool(settings.checkpoint_dir) or self._state.saved is not None)
         plan = self._plan.without(self._state.fired & set(range(len(self._plan.faults))))
         if start.own:
             plan = plan.of_node(self._job.node_rank, min(start.own))
@@ -337,66 +302,40 @@ class Launcher:
             faults=plan.to_json() if plan.faults else "",
             run_dir=str(self._paths.run_dir),
             origin_s=self._origin_s,
-            launch_dir=self._running.folder,
+            launch_dir=self._run.running.folder,
         )
-
-    def _has_begun(self) -> bool:
-        """Return whether training has begun: checkpoints are then of this job, or of the one that it resumes."""
-        return self._bus.progress.first is not None or (self._nodes is not None and self._nodes.slices > 0)
 
     def _slices(self, start: JobStart) -> int:
         """Return the number of slices that the job began with; 0 leaves it to the workers that begin."""
-        if self._nodes is not None and self._nodes.slices:
-            return self._nodes.slices
-        is_short = self._nodes is not None and len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
-        if self._bus.progress.first is not None:
-            return self._bus.progress.first.slices
-        return self._job.slices if self._restarts or is_short else self._job.settings.slices
+        if self._fleet.begun is not None:
+            return self._fleet.begun[0]
+        is_short = len(start.ranks) < len(self._job.ranks)  # an unfit node stays out
+        return self._job.slices if self._fleet.number or is_short else self._job.settings.slices
 
     def _order(self) -> str:
         """Return the order of additions; a job that is restarted keeps the one that it began with."""
-        if not self._restarts or self._job.settings.order != AUTO:
+        if not self._fleet.number or self._job.settings.order != AUTO:
             return self._job.settings.order
-        shared = "" if self._nodes is None else self._nodes.order
-        return shared or (AUTO if self._bus.progress.first is None else self._bus.progress.first.order)
+        return AUTO if self._fleet.begun is None else self._fleet.begun[1]
 
     def _mtbf_s(self) -> float:
         """Return the estimated time between failures: the configured value counts as one failure, as does each restart."""
         settings = self._job.settings
-        if not (self._restarts and settings.checkpoint_auto):
+        if not (self._fleet.number and settings.checkpoint_auto):
             return settings.mtbf_s
-        return (settings.mtbf_s + self._run.clock.now_s()) / (1 + self._restarts)
+        return (settings.mtbf_s + self._run.clock.now_s()) / (1 + self._fleet.number)
 
     # --- restarts
 
-    def _ranks_left(self) -> tuple[int, ...]:
-        """Return the ranks of the next start, the same on all launchers."""
-        if self._hosts is not None:  # mpirun ends all workers when it loses a host: exit codes are not informative
-            wanted = min(self._hosts.slots, len(self._job.ranks))
-            return self._state.ranks_left(wanted)[:wanted]
-        ranks = self._state.ranks_left(len(self._job.ranks) if self._job.max_respawns else 1)
-        if self._nodes is not None and not self._nodes.store_lost and self._restarts < self._job.max_restarts:
-            ranks = self._nodes.agree_on_restart(self._restarts + 1, ranks)
-        return ranks
-
-    def _check_hosts(self, hosts: MpiHosts, attempt: JobAttempt, verdict: Verdict) -> Verdict:
-        """Find out which hosts are left if the job is lost, or failed while it began; return the resulting verdict."""
-        if not (isinstance(verdict, JobLost) or (isinstance(verdict, JobBroken) and verdict.unexplained)):
-            return verdict
-        pairs = {rank: pair for rank in attempt.processes if (pair := attempt.pair(rank)) is not None}
-        lost = hosts.poll(pairs.values(), attempt.started)
-        if not lost:
-            is_unbegun = not pairs and _NO_DAEMON in self._mpirun_output()
-            return JobLost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict
-        out_of_reach = [rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost]
-        self._state.lose(out_of_reach)
-        attempt.disown(out_of_reach)
+    def _examine(self, attempt: JobAttempt, verdict: Verdict) -> Verdict:
+        """Find out which machines are left; return the resulting verdict."""
+        verdict, out_of_reach = self._fleet.examine(verdict, attempt.pairs(), attempt.started)
+        self._job = self._fleet.job
         if out_of_reach:
+            self._state.lose(out_of_reach)
+            attempt.disown(out_of_reach)
             time.sleep(FENCE_S)
-        if hosts.left:
-            self._job = dataclasses.replace(self._job, hosts=hosts.left)
-        why = "; ".join(f"host {name} is lost: it {why}" for name, why in lost.items())
-        return JobLost(why)
+        return verdict
 
     def _restart(self, lost: JobLost, ranks: tuple[int, ...]) -> Verdict | None:
         """Prepare a restart on ``ranks``; return the verdict if it is not allowed."""
@@ -405,7 +344,7 @@ class Launcher:
         refused = why_not_again(
             self._job,
             lost,
-            self._restarts,
+            self._fleet.number,
             len(ranks),
             in_vain=0 if is_blind else self._state.restarts_in_vain,
             stopping=stopping,
@@ -414,26 +353,12 @@ class Launcher:
         )
         if refused is not None:
             return refused
-        self._restarts += 1
-        self._bus.note(
-            JobRestarted(step=self._state.last_step, restart=self._restarts, workers=ranks, reason=lost.reason)
-        )
+        self._fleet.number += 1
+        step, number = self._state.last_step, self._fleet.number
+        self._bus.note(JobRestarted(step=step, restart=number, workers=ranks, reason=lost.reason))
         return None
 
-    # --- sinks, and the end
-
-    def _open_sinks(self) -> tuple[QueuedSink, ...]:
-        """Open what receives the records besides their files."""
-        return self._displays.open(
-            DisplayedJob(
-                job=self._job,
-                paths=self._paths,
-                running=self._running,
-                clock=SystemClock(self._origin_s),
-                say=self._view.print_line,
-                is_late=self._nodes is not None and self._nodes.is_late,
-            )
-        )
+    # --- the end
 
     def _close_sinks(self, end_s: float | None = None, patience_s: float = math.inf) -> list[SinkCount]:
         """End the sinks of records, if that was not done; return what became of the records."""
@@ -445,19 +370,12 @@ class Launcher:
         if isinstance(verdict, JobBroken) and not self._bus.is_explained:
             self._bus.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._state)
-        self._displays.finish(exit_code, message)
+        for display in self._displays:
+            display.finish(exit_code, message)
         records, wall_s = records_of(self._run, has_all=self._bus.has_file()), self._run.clock.now_s()
-        report, unwritten = write_results(
-            self._job,
-            records,
-            self._plan,
-            fired=self._state.fired,
-            wall_s=wall_s,
-            displays=self._displays,
-            sinks=self._close_sinks(wall_s, self._stopping.patience_s()),
-            facts=self._provenance,
-            has_events=self._run.events is not None and self._run.events.is_final(),
-        )
+        sinks = self._close_sinks(wall_s, self._stopping.patience_s())
+        facts = {"wall_s": wall_s, "sinks": [dataclasses.asdict(sink) for sink in sinks], "job": self._provenance}
+        report, unwritten = write_results(self._run, records, self._plan, self._displays, facts)
         if unwritten:
             exit_code = exit_code or 1
             message += f"{'. The' if message else 'the'} report is incomplete: {unwritten}"
@@ -465,15 +383,9 @@ class Launcher:
             exit_code=exit_code,
             message=message,
             traceback=traceback,
-            mpirun_output=self._mpirun_output() if isinstance(verdict, JobBroken) and verdict.unexplained else "",
+            mpirun_output=self._paths.mpirun_output() if isinstance(verdict, JobBroken) and verdict.unexplained else "",
             report=report,
             is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
             is_shown=self._bus.speaks,
         )
-
-    def _mpirun_output(self) -> str:
-        try:
-            return (self._paths.log_dir / "mpirun.log").read_text(errors="replace").strip()
-        except OSError:
-            return ""

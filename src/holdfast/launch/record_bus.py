@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.base.clock import Clock
 from holdfast.base.side_work import run_aside
 from holdfast.base.slurm import read_step
-from holdfast.errors import StoreLost
-from holdfast.launch.attempt import AttemptFiles, JobAttempt
-from holdfast.launch.control import note_wait
+from holdfast.launch.control import RunningJob, note_wait
+from holdfast.launch.fleet.base import Fleet
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobState
-from holdfast.launch.nodes import NodeGroup
 from holdfast.launch.population import WorkerPopulation
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.run_view import RunStatus, RunView
+from holdfast.launch.supervise.attempt import AttemptFiles, JobAttempt
 from holdfast.records.beacon import BeaconPosition
 from holdfast.records.event_log import EventLog
 from holdfast.records.files import FileRecorder
@@ -43,7 +41,7 @@ from holdfast.summary.event_lines import EventFormatter, cause_of_death
 class RunState:
     """One run of a job, over all its starts.
 
-    ``nodes`` is None if the fabric needs no store. ``sinks`` receive every record once, each in its own thread; ``events`` is
+    ``running`` is what commands know of it. ``sinks`` receive every record once, each in its own thread; ``events`` is
     that of the report directory, None if there is none. The clock's zero is the time when the run began, on the first node.
     """
 
@@ -51,18 +49,13 @@ class RunState:
     view: RunView
     state: JobState
     population: WorkerPopulation
-    nodes: NodeGroup | None
+    fleet: Fleet
     paths: RunPaths
     files: AttemptFiles
     clock: Clock
-    sinks: tuple[QueuedSink, ...] = ()
+    running: RunningJob
+    sinks: list[QueuedSink] = field(default_factory=list)
     events: EventLog | None = None
-
-    @property
-    def others(self) -> NodeGroup | None:
-        """The launchers of the other nodes; None if there are none, or this node can no longer take part."""
-        nodes = self.nodes
-        return None if nodes is None or self.job.nnodes == 1 or nodes.store_lost else nodes
 
 
 class RecordBus:
@@ -78,7 +71,7 @@ class RecordBus:
         self._noted: list[tuple[Record, BeaconPosition | None]] = []
         self._tracebacks: dict[int, str] = {}
         self._is_merged = read_step(os.environ) is not None
-        self.speaks = run.job.node_rank == 0 or run.others is None or not self._is_merged
+        self.speaks = run.fleet.is_first() or not self._is_merged
         """Whether this launcher displays what concerns the whole job. ``srun`` merges the output of all: the first does."""
 
     @property
@@ -116,8 +109,8 @@ class RecordBus:
         for sink in self._run.sinks:
             sink.write(record)
         match record:
-            case RunStarted() if self._run.nodes is not None:
-                self._run.nodes.note_start(record.slices, record.order)
+            case RunStarted():
+                self._run.fleet.note_start(record.slices, record.order)
             case ScriptFailed():
                 self._tracebacks[record.rank] = record.traceback or record.message
         if (line := run_aside("describing a record", lambda: self._story.format(record), None)) is not None:
@@ -176,31 +169,20 @@ class RecordBus:
             return None
         if record.exit_code:
             self._run.population.died(record.rank, self._run.clock.now_s())
-        nodes = self._run.nodes
-        if nodes is not None and not nodes.store_lost:
-            with contextlib.suppress(StoreLost):  # detected at the next check
-                if record.exit_code:
-                    nodes.died(record.rank, cause_of_death(record.exit_code))
-                nodes.ended(record.rank)
+        if not self._run.fleet.store_lost:
+            self._run.fleet.deaths.note_end(record.rank, cause_of_death(record.exit_code) if record.exit_code else "")
         return attempt.position(record.rank)
 
     def _exchange(self, own: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
         """Publish new records to the other launchers, and read theirs."""
-        if (peers := self._run.others) is not None:
-            with contextlib.suppress(StoreLost):  # detected at the next check
-                peers.publish(own)
-                self._poll_nodes(peers)
-
-    def _poll_nodes(self, peers: NodeGroup) -> None:
-        state = self._run.state
-        changes = peers.poll()
-        self.speaks = peers.is_first() or not self._is_merged
+        state, fleet = self._run.state, self._run.fleet
+        changes = fleet.exchange(own)
+        self.speaks = fleet.is_first() or not self._is_merged
         for rank in changes.newcomers:
             state.wait_for(rank)
-        received = peers.receive()
-        self._report([self._log.write(entry.record) for entry in received])
-        for entry in received:
-            if entry.start == peers.number and entry.record.rank not in peers.given_up:
+        self._report([self._log.write(entry.record) for entry in changes.records])
+        for entry in changes.records:
+            if entry.start == fleet.number and entry.record.rank not in fleet.given_up:
                 self.poll(entry.record, entry.position)
         state.lose(changes.parted)
         for node, ranks in changes.lost.items():

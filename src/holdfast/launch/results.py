@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.command_line import command_line
-from holdfast.launch.displays import Displays
-from holdfast.launch.job import Job
+from holdfast.launch.displays import Display
 from holdfast.launch.provenance import note
 from holdfast.launch.record_bus import RunState
 from holdfast.records.files import load_events, read_run
-from holdfast.records.queued import SinkCount
 from holdfast.records.types import FaultFired, Record
 
 
@@ -29,45 +27,34 @@ def records_of(run: RunState, *, has_all: bool) -> list[Record]:
 
 
 def write_results(
-    job: Job,
-    records: Sequence[Record],
-    plan: FaultPlan,
-    *,
-    fired: Collection[int],
-    wall_s: float,
-    displays: Displays,
-    sinks: Sequence[SinkCount] = (),
-    facts: Mapping[str, Any] | None = None,
-    has_events: bool = False,
+    run: RunState, records: Sequence[Record], plan: FaultPlan, displays: Sequence[Display], facts: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
     """Return the report, and why it could not be written: "" if it was, or if the job has no report directory.
 
-    Writes the report, the records, the faults (``fired`` are the numbers of those injected), and what ``displays`` add.
-    ``facts`` is the result of :func:`~holdfast.launch.provenance.job_provenance` when the job was started. With
-    ``has_events`` the records are there already.
+    Writes the report, the records, the faults, and what ``displays`` add. ``facts`` are what the report says of the run
+    beside its records, with the :func:`~holdfast.launch.provenance.job_provenance` of when it was started as ``job``.
     """
     from holdfast.summary.build import build_report
     from holdfast.summary.files import write_report
 
-    specs = plan.to_specs()
+    job, specs, events = run.fleet.job, plan.to_specs(), run.events
     arguments: dict[str, Any] = {
+        **facts,
         "started": range(job.workers),
-        "wall_s": wall_s,
-        "sinks": [dataclasses.asdict(sink) for sink in sinks],
         "seed": job.settings.seed,
         "nodes": job.nnodes,
-        "faults_not_fired": [spec for number, spec in enumerate(specs) if number not in fired],
+        "faults_not_fired": [spec for number, spec in enumerate(specs) if number not in run.state.fired],
         "command": command_line(job, faults=specs),
-        "job": facts,
     }
     if job.report_dir is None:
         return build_report(records, **arguments), ""
     try:
+        has_events = events is not None and events.is_final()
         report = write_report(records, job.report_dir, has_events=has_events, **arguments)
         write_plan(records, plan, job.report_dir / "plan.json")
-        if facts is not None:
-            note(facts)
-        displays.write(job)
+        note(facts["job"])
+        for display in displays:
+            display.write(job)
     except OSError as error:
         return build_report(records, **arguments), f"cannot write {error.filename or job.report_dir}: {error.strerror}"
     except ConfigError as error:  # not an error in the command line of the run

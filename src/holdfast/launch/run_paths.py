@@ -13,7 +13,7 @@ from typing import Self
 from holdfast.base.system_errors import is_limit
 from holdfast.base.temporary import TemporaryFolder, is_missing, sweep
 from holdfast.errors import ConfigError
-from holdfast.launch.processes import this_node
+from holdfast.launch.supervise.processes import this_node
 
 _PREFIX = "holdfast-"
 SHARED = "shared"
@@ -67,9 +67,21 @@ class RunPaths:
             run_dir=run_dir, log_dir=log_dir, memory_dir=memory_dir, own=tuple(own), is_shared=shared is not None
         )
 
+    @property
+    def mpirun_log(self) -> Path:
+        """Output of what starts the workers."""
+        return self.log_dir / "mpirun.log"
+
+    def mpirun_output(self) -> str:
+        """Return what is in :attr:`mpirun_log`."""
+        try:
+            return self.mpirun_log.read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
     def clear_logs(self) -> None:
         """Remove the logs of an earlier run, which has ended."""
-        for old in (*self.log_dir.glob("rank-*.log"), self.log_dir / "mpirun.log"):
+        for old in (*self.log_dir.glob("rank-*.log"), self.mpirun_log):
             old.unlink(missing_ok=True)
 
     @property

@@ -60,17 +60,13 @@ class SteadyView(RunView):
         self._view = view
 
     def output(self, rank: int, line: str) -> None:
-        """See :meth:`RunView.output`."""
         run_aside("showing the output of workers", lambda: self._view.output(rank, line), None)
 
     def print_line(self, line: str) -> None:
-        """See :meth:`RunView.print_line`."""
         run_aside("showing events", lambda: self._view.print_line(line), None)
 
     def show(self, status: RunStatus) -> None:
-        """See :meth:`RunView.show`."""
         run_aside("showing the progress", lambda: self._view.show(status), None)
 
     def close(self) -> None:
-        """See :meth:`RunView.close`."""
         run_aside("restoring the terminal", self._view.close, None)

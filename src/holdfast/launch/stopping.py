@@ -9,11 +9,10 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from holdfast.errors import StoreLost
-from holdfast.launch.attempt import JobAttempt
+from holdfast.launch.fleet.nodes import FENCE_LEASES
 from holdfast.launch.job_state import JobBroken, JobCompleted, NodeDeparted, Verdict
-from holdfast.launch.nodes import FENCE_LEASES
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.records.paths import stop_path
 
 _TOGETHER_S = 1.0
@@ -81,7 +80,7 @@ class StopProcedure:
         grace_s, now_s = self._run.job.grace_s, self._run.clock.now_s()
         if self._by_s is None:
             self._by_s = now_s + grace_s
-        all_stop = self._all_are_to_stop()
+        all_stop = self._run.fleet.stop_all()
         if not all_stop and now_s < self._by_s - grace_s + min(_TOGETHER_S, grace_s / 4):
             return  # the other launchers may be asked to stop at the same time
         self._notified = self._run.state.is_stopping = True
@@ -129,22 +128,6 @@ class StopProcedure:
         left_s = 0.0 if self._at_once else (now_s + self._run.job.grace_s if self._by_s is None else self._by_s) - now_s
         return max(_LEAST_PATIENCE_S, left_s / 2)
 
-    def _all_are_to_stop(self) -> bool:
-        """Return whether the whole job stops, not this node alone, as far as is known."""
-        peers = self._run.others
-        if peers is None:
-            return self._is_needed()
-        with contextlib.suppress(StoreLost):  # detected at the next check
-            peers.post("stops", true=True)
-            if not peers.is_stopping() and (peers.is_host or peers.all_posted("stops")):
-                peers.ask_all_to_stop()
-        return peers.is_stopping()
-
-    def _is_needed(self) -> bool:
-        """Return whether no other node can continue without this launcher."""
-        nodes = self._run.nodes
-        return nodes is None or nodes.is_host or self._run.job.nnodes == 1
-
     def _reach(self, attempt: JobAttempt) -> None:
         """Send SIGTERM to all workers that have not received it, such as those that were just being started."""
         for rank in attempt.processes:
@@ -162,7 +145,7 @@ class StopProcedure:
         run = self._run
         if self._lost_store_by_s is None:
             grace_s, what = run.job.grace_s, "the workers finish their step and save"
-            if self._is_needed():
+            if run.fleet.is_needed:
                 stop_path(run.paths.run_dir).touch(mode=0o600)
                 self._reach(attempt)
             else:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import NoReturn
 
-from holdfast.errors import ConfigError
+from holdfast.errors import refuse
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 MODULE = "-m"
@@ -56,18 +55,18 @@ def find_target(word: str, args: Sequence[str], *, is_module: bool = False) -> T
         del rest[0]
     if not rest or (rest[0].startswith("-") and rest[0] != MODULE) or rest == [MODULE]:
         got = " ".join([word, *rest[:1]])
-        _refuse(f"a command must be {word} SCRIPT [ARGS]... or {word} -m MODULE [ARGS]..., got {got!r}")
+        refuse(f"a command must be {word} SCRIPT [ARGS]... or {word} -m MODULE [ARGS]..., got {got!r}")
     return Target.of_words(rest)
 
 
 def _check_same_python(word: str) -> None:
     path = shutil.which(word)
     if path is None:
-        _refuse(f"there is no command {word!r}")
+        refuse(f"there is no command {word!r}")
     ours = Path(sys.executable)
     is_ours = os.path.samefile(path, ours) and os.path.samefile(Path(path).parent, ours.parent)
     if not is_ours:
-        _refuse(
+        refuse(
             f"{word} is {path}, and holdfast runs workers with {ours}: give the script alone, or start holdfast with that Python"
         )
 
@@ -83,14 +82,14 @@ def module_file(name: str) -> Path:
     for depth in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:depth]), path) if all(parts) else None
         if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
-            _refuse(f"there is no module {name!r} in {os.getcwd()} or among the installed ones (-m)")
+            refuse(f"there is no module {name!r} in {os.getcwd()} or among the installed ones (-m)")
         path = list(spec.submodule_search_locations or ())
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find(f"{name}.__main__", path)
         if spec is None:
-            _refuse(f"{name!r} is a package without __main__.py, so it cannot be run (-m)")
+            refuse(f"{name!r} is a package without __main__.py, so it cannot be run (-m)")
     if spec is None or not spec.has_location or spec.origin is None:
-        _refuse(f"module {name!r} is not in a Python file, so it cannot be run (-m)")
+        refuse(f"module {name!r} is not in a Python file, so it cannot be run (-m)")
     return Path(spec.origin)
 
 
@@ -101,7 +100,3 @@ def _find(name: str, path: Sequence[str]) -> ModuleSpec | None:
         if spec is not None:
             return spec
     return None
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)

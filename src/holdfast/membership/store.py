@@ -45,7 +45,7 @@ def search_s(lease_s: float) -> float:
     """Return the time without an answer after which a client of several hubs, or members of etcd, considers the store lost.
 
     A node that is cut off must have killed its workers before the others may restart the job: within
-    ``launch.nodes.FENCE_LEASES`` leases after they have noticed, which takes them a lease.
+    ``launch.fleet.nodes.FENCE_LEASES`` leases after they have noticed, which takes them a lease.
     """
     return 1.5 * lease_s
 

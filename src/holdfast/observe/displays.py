@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
-from holdfast.launch.attempt import JobAttempt
-from holdfast.launch.displays import Display, DisplayedJob
+from holdfast.launch.displays import Display
 from holdfast.launch.job import Job, check_writable
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.stopping import StopProcedure
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.observe.address import host_and_port
 from holdfast.records.queued import QueuedSink
 
@@ -26,7 +26,6 @@ class MetricsDisplay(Display):
     """Metrics by HTTP, or in a file: ``--metrics-port`` and ``--metrics-file``."""
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         path = job.metrics_file
         if not job.metrics_port and path is None:
             return
@@ -42,30 +41,28 @@ class MetricsDisplay(Display):
         if path is not None:
             check_writable(path.parent, "--metrics-file: the folder")
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
-        job = displayed.job
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
+        job = run.job
         if job.node_rank != 0 or not (job.metrics_port or job.metrics_file is not None):
             return ()
         from holdfast.observe.monitor.exporter import MetricsExporter
 
-        exporter = MetricsExporter(range(job.workers), displayed.clock, job.metrics_file)
+        exporter = MetricsExporter(range(job.workers), run.clock, job.metrics_file)
         if job.metrics_port:
-            displayed.say(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
-        return (QueuedSink(exporter, displayed.say),)
+            run.view.print_line(f"metrics at {exporter.serve(*host_and_port(job.metrics_port, '--metrics-port'))}")
+        return (QueuedSink(exporter, run.view.print_line),)
 
 
 class KubeflowDisplay(Display):
     """Progress in the status of a TrainJob, if the job is one."""
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
-        if displayed.job.node_rank != 0 or _TRAIN_JOB not in os.environ:
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
+        if run.job.node_rank != 0 or _TRAIN_JOB not in os.environ:
             return ()
         from holdfast.observe.monitor.kubeflow import progress_reporter
 
-        reporter = progress_reporter(os.environ, displayed.say)
-        return () if reporter is None else (QueuedSink(reporter, displayed.say),)
+        reporter = progress_reporter(os.environ, run.view.print_line)
+        return () if reporter is None else (QueuedSink(reporter, run.view.print_line),)
 
 
 class DashboardDisplay(Display):
@@ -75,32 +72,27 @@ class DashboardDisplay(Display):
         self._dashboard: Dashboard | None = None
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         if job.dashboard:
             host_and_port(job.dashboard, "--dashboard")
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
-        job = displayed.job
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
+        job = run.job
         if not job.dashboard or job.node_rank != 0:
             return ()
         from holdfast.observe.monitor.dashboard import Dashboard
 
-        self._dashboard = Dashboard(job, displayed.paths, displayed.running, displayed.clock, displayed.say)
-        return (QueuedSink(self._dashboard, displayed.say),)
+        self._dashboard = Dashboard(job, run.paths, run.running, run.clock, run.view.print_line)
+        return (QueuedSink(self._dashboard, run.view.print_line),)
 
     def watch(self, sinks: Sequence[QueuedSink]) -> None:
-        """See :meth:`Display.watch`."""
         if self._dashboard is not None:
             self._dashboard.watch(sinks)
 
     def answer(self, attempt: JobAttempt, run: RunState, bus: RecordBus, stopping: StopProcedure) -> None:
-        """See :meth:`Display.answer`."""
         if self._dashboard is not None:
             self._dashboard.answer(attempt, run, bus, stopping)
 
     def finish(self, exit_code: int, message: str) -> None:
-        """See :meth:`Display.finish`."""
         if self._dashboard is not None:
             self._dashboard.finish(exit_code, message)
 
@@ -109,7 +101,6 @@ class PageDisplay(Display):
     """The page of a job that has ended, ``index.html`` beside its report, if jinja2 and matplotlib are installed."""
 
     def write(self, job: Job) -> None:
-        """See :meth:`Display.write`."""
         if job.page and job.report_dir is not None and _can_draw():
             from holdfast.observe.page.html import write_page
 

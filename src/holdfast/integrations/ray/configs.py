@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from holdfast.config import MOST_WORKERS
-from holdfast.errors import ConfigError
+from holdfast.errors import refuse
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -108,10 +108,10 @@ def read_scaling(config: Any, workers_per_node: int) -> JobScale:
     _check_whole("workers_per_node", workers_per_node)
     for workers in (least, most):
         if workers % workers_per_node:
-            _refuse(f"num_workers must be a multiple of workers_per_node ({workers_per_node}), got {workers}")
+            refuse(f"num_workers must be a multiple of workers_per_node ({workers_per_node}), got {workers}")
     strategy = config.placement_strategy
     if strategy not in STRATEGIES:
-        _refuse(f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+        refuse(f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     return JobScale(
         min_nodes=least // workers_per_node,
         max_nodes=most // workers_per_node,
@@ -126,16 +126,16 @@ def _range(value: Any) -> tuple[int, int]:
     for number in (least, most):
         _check_whole("num_workers", number, value)
     if least > most:
-        _refuse(f"num_workers must be (min, max) with min at most max, got {value!r}")
+        refuse(f"num_workers must be (min, max) with min at most max, got {value!r}")
     if most > MOST_WORKERS:
-        _refuse(f"num_workers must be at most {MOST_WORKERS}, got {value!r}")
+        refuse(f"num_workers must be at most {MOST_WORKERS}, got {value!r}")
     return least, most
 
 
 def _check_whole(name: str, number: Any, value: Any = None) -> None:
     if type(number) is not int or number < 1:
         pair = ", or a pair (min, max) of them" if name == "num_workers" else ""
-        _refuse(f"{name} must be a whole number, at least 1{pair}, got {number if value is None else value!r}")
+        refuse(f"{name} must be a whole number, at least 1{pair}, got {number if value is None else value!r}")
 
 
 def _bundle(config: Any, workers_per_node: int) -> dict[str, float]:
@@ -145,16 +145,16 @@ def _bundle(config: Any, workers_per_node: int) -> dict[str, float]:
         each.setdefault("GPU", 1.0)
     for name, amount in each.items():
         if not isinstance(amount, int | float) or not amount >= 0:
-            _refuse(f"resources_per_worker[{name!r}] must be a number, at least 0, got {amount!r}")
+            refuse(f"resources_per_worker[{name!r}] must be a number, at least 0, got {amount!r}")
     if each.get("GPU") and not config.use_gpu:
-        _refuse(f"resources_per_worker asks for {each['GPU']:g} GPU, and use_gpu is False: set use_gpu=True")
+        refuse(f"resources_per_worker asks for {each['GPU']:g} GPU, and use_gpu is False: set use_gpu=True")
     if config.use_gpu and each["GPU"] != 1:
-        _refuse(f"resources_per_worker['GPU'] must be 1, since each worker uses one GPU, got {each['GPU']:g}")
+        refuse(f"resources_per_worker['GPU'] must be 1, since each worker uses one GPU, got {each['GPU']:g}")
     bundle = {name: amount * workers_per_node for name, amount in each.items() if amount}
     if config.accelerator_type:
         bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001  # as Ray itself asks for a type
     if not bundle:
-        _refuse("resources_per_worker must ask for something, such as {'CPU': 1}, got nothing")
+        refuse("resources_per_worker must ask for something, such as {'CPU': 1}, got nothing")
     return bundle
 
 
@@ -177,9 +177,9 @@ def read_run(config: Any) -> RunPlace:
             options["keep_last"] = checkpoints.num_to_keep
     name, storage = config.name, config.storage_path
     if name and not storage:
-        _refuse(f"the run {name!r} needs a storage_path: a directory or URL that all nodes can access")
+        refuse(f"the run {name!r} needs a storage_path: a directory or URL that all nodes can access")
     if name and ("/" in name or name in (".", "..")):
-        _refuse(f"the name of a run must be the name of a directory, got {name!r}")
+        refuse(f"the name of a run must be the name of a directory, got {name!r}")
     folder = "/".join(filter(None, (str(storage or "").rstrip("/"), name)))
     if folder and "://" not in folder:  # nodes have directories of their own
         folder = str(Path(folder).expanduser().absolute())
@@ -189,8 +189,4 @@ def read_run(config: Any) -> RunPlace:
 def _check_effects(config: Any) -> None:
     for name, idle in _WITHOUT_EFFECT.items():
         if (value := getattr(config, name, None)) is not None and value not in idle:
-            _refuse(f"{type(config).__name__}.{name} is not supported by HoldfastTrainer, got {value!r:.80}")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
+            refuse(f"{type(config).__name__}.{name} is not supported by HoldfastTrainer, got {value!r:.80}")

@@ -14,13 +14,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.base.temporary import write_private
+from holdfast.launch.run_paths import SHARED
 from holdfast.records.files import read_run
 from holdfast.records.types import Record
 
 _MARK = "logged.json"
 """File in a run folder: which job it is of, and the Unix time of the records' zero."""
-_SHARED = "shared"
-"""Name of the link to a run folder on a shared file system; see :mod:`holdfast.launch.run_paths`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,7 @@ def mark_run(run_dir: Path, job: str, epoch_s: float) -> RunRecords:
     """
     if job:
         with contextlib.suppress(OSError):  # as long as this launcher lives, nothing reads it
-            (run_dir / _MARK).touch(mode=0o600)
-            (run_dir / _MARK).write_text(json.dumps({"job": job, "epoch_s": epoch_s}))
+            write_private(run_dir / _MARK, json.dumps({"job": job, "epoch_s": epoch_s}))
     return RunRecords(run_dir=run_dir, epoch_s=epoch_s)
 
 
@@ -94,7 +93,7 @@ class Leftovers:
 
 
 def _run_in(folder: Path, job: str) -> RunRecords | None:
-    run_dir = folder / _SHARED if (folder / _SHARED).is_dir() else folder
+    run_dir = folder / SHARED if (folder / SHARED).is_dir() else folder
     try:
         mark = json.loads((run_dir / _MARK).read_bytes())
         return RunRecords(run_dir=run_dir, epoch_s=float(mark["epoch_s"])) if mark["job"] == job else None

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
-from holdfast.launch.displays import Display, DisplayedJob
+from holdfast.launch.displays import Display
+from holdfast.launch.fleet.rendezvous import hub_places
 from holdfast.launch.job import Job, check_writable, is_remote
-from holdfast.launch.rendezvous import hub_places
+from holdfast.launch.record_bus import RunState
 from holdfast.observe.loggers.leftovers import Leftovers, mark_run
 from holdfast.observe.loggers.targets import LogTarget, parse_targets
 from holdfast.records.paths import media_dir, media_elsewhere_path
@@ -36,7 +37,6 @@ class LoggerDisplay(Display):
         self._earlier = Leftovers("")
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         targets = parse_targets(job.log_to)
         for target in targets:
             target.check()
@@ -60,15 +60,15 @@ class LoggerDisplay(Display):
         """Find the records of earlier starts of the job that were not logged, if it resumes and logs."""
         self._earlier = Leftovers(_name_of(job) if job.log_to and job.settings.resume and job.node_rank == 0 else "")
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
         """Return the sinks of all targets.
 
         Raises:
             ConfigError: if the folder of checkpoints cannot be written, or a log is that of another run.
         """
-        job, say, run_dir = displayed.job, displayed.say, displayed.paths.run_dir
+        job, say, run_dir = run.job, run.view.print_line, run.paths.run_dir
         targets = parse_targets(job.log_to)
-        if displayed.is_late and job.node_rank == 0:
+        if run.fleet.is_late and job.node_rank == 0:
             if targets:
                 say("nothing is logged until the job is resumed: it had begun before this launcher arrived (--log-to)")
             return []
@@ -85,18 +85,17 @@ class LoggerDisplay(Display):
         from holdfast.observe.loggers.otel import RecoveryTracer
         from holdfast.observe.loggers.sink import LAST_S, LoggerSink
 
-        run = mark_run(run_dir, _name_of(job), time.time() - displayed.clock.now_s())
+        mark = mark_run(run_dir, _name_of(job), time.time() - run.clock.now_s())
         run_id, files = _find_run_id(job), MediaFiles(sum(target.kind != "otel" for target in targets))
         sinks = [
-            RecoveryTracer(target.place, run_id, run.epoch_s, displayed.clock)
+            RecoveryTracer(target.place, run_id, mark.epoch_s, run.clock)
             if target.kind == "otel"
-            else LoggerSink(_logger(target, run_id), run, self._earlier.runs, files, say)
+            else LoggerSink(_logger(target, run_id), mark, self._earlier.runs, files, say)
             for target in targets
         ]
         return [QueuedSink(sink, say, last_s=LAST_S) for sink in sinks]
 
     def close(self) -> None:
-        """See :meth:`Display.close`."""
         self._earlier.close()
 
 

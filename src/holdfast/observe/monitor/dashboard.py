@@ -20,14 +20,14 @@ from typing import Any
 from holdfast.base.clock import Clock
 from holdfast.base.side_work import run_aside
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.command_line import command_line, resume_command
 from holdfast.launch.control import RunningJob, request_changes
+from holdfast.launch.fleet.node_faults import kill_worker
 from holdfast.launch.job import Job
-from holdfast.launch.node_faults import kill_worker
 from holdfast.launch.record_bus import RecordBus, RunState
 from holdfast.launch.run_paths import RunPaths
 from holdfast.launch.stopping import StopProcedure
+from holdfast.launch.supervise.attempt import JobAttempt
 from holdfast.observe.address import host_and_port
 from holdfast.observe.monitor.feed import Feed, Refused, run_id
 from holdfast.observe.monitor.log_lines import last_lines
@@ -194,9 +194,8 @@ class Dashboard:
         self.live.note_newcomers(run.state.waiting)
         self.live.note_processes(attempt.pids(set(self.live.without_pid()) & set(attempt.processes)))
         for rank in self.live.unplaced():
-            there = () if run.others is None else run.others.ranks_of([rank])
             own_nodes = (run.job.node_rank,) if rank in attempt.processes else ()
-            if places := (*own_nodes, *there):
+            if places := (*own_nodes, *run.fleet.ranks_of([rank])):
                 self.live.note_node(rank, places[0])
 
     def _carry_out(

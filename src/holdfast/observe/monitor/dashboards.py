@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.launch.control import RunningJob, request_changes, running_jobs
-from holdfast.launch.processes import Process
+from holdfast.launch.supervise.processes import Process
 from holdfast.observe.address import host_and_port
 from holdfast.observe.monitor.dashboard import CHANGE_ACTIONS, check_names
 from holdfast.observe.monitor.feed import Feed, Refused, run_id

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.launch.control import RunningJob, waits_for
-from holdfast.launch.processes import Process, WatchedWorker, this_node
-from holdfast.launch.tail import RecordTail
+from holdfast.launch.supervise.processes import Process, pairs_in, this_node
+from holdfast.launch.supervise.tail import RecordTail
 from holdfast.observe.monitor.usage import ProcessUsage, UsageMeter
 from holdfast.observe.monitor.view import LiveState, RunInfo
-
-_RANK = re.compile(r"process-(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +30,6 @@ class ObservedJob:
 
     def __init__(self, running: RunningJob) -> None:
         self.running = running
-        self._newest_s = 0.0
         computing = running.workers - running.spares
         self.live = LiveState(
             RunInfo(
@@ -58,26 +54,24 @@ class ObservedJob:
         self._tails: dict[Path, RecordTail] = {}
 
     def now_s(self) -> float:
-        """Return the seconds since the run began; if an older launcher did not record that, those of the newest record."""
-        return time.monotonic() - self.running.origin_s if self.running.origin_s else self._newest_s
+        """Return the seconds since the run began."""
+        return time.monotonic() - self.running.origin_s
 
     def poll(self) -> None:
         """Read what is new."""
         run_dir = self.running.run_dir
         for path in run_dir.glob("records-*.jsonl"):
             self._tails.setdefault(path, RecordTail(path, far=True))  # thousands would be too many open files
-        new = [record for tail in self._tails.values() for record in tail.read()]
+        new = [record for tail in self._tails.values() for record in tail.records()]
         if new:
             self.live.take(sorted(new, key=lambda record: record.t_s))
-            self._newest_s = max(self._newest_s, *(record.t_s for record in new))
         self.waits_for = waits_for(run_dir)
         self._look_at_processes(run_dir)
 
     def _look_at_processes(self, run_dir: Path) -> None:
-        self.workers = {}
-        for path in run_dir.glob("process-*"):
-            match, pair = _RANK.fullmatch(path.name), WatchedWorker.read(path)
-            if match is not None and pair is not None and pair.node in ("", this_node()):
-                usage = self._meter.measure(pair.worker)
-                self.workers[int(match[1])] = ObservedWorker(process=pair.worker, usage=usage)
+        self.workers = {
+            rank: ObservedWorker(process=pair.worker, usage=self._meter.measure(pair.worker))
+            for rank, pair in pairs_in(run_dir).items()
+            if pair.is_here
+        }
         self.live.note_processes({rank: worker.process.pid for rank, worker in self.workers.items()})

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.launch.displays import Display, DisplayedJob
+from holdfast.launch.displays import Display
+from holdfast.launch.health.stacks import OFF
 from holdfast.launch.job import Job, check_writable
-from holdfast.launch.stacks import OFF
+from holdfast.launch.record_bus import RunState
 from holdfast.records.progress import RunProgress
 from holdfast.records.queued import NotTaken, QueuedSink
 from holdfast.records.types import Record, WorkerFenced
@@ -29,16 +30,14 @@ class BundleDisplay(Display):
     """The bundles of ``--debug-bundles``."""
 
     def check(self, job: Job) -> None:
-        """See :meth:`Display.check`."""
         if job.debug_bundles not in ("", OFF):
             check_writable(Path(job.debug_bundles), "--debug-bundles")
 
-    def open(self, displayed: DisplayedJob) -> Sequence[QueuedSink]:
-        """See :meth:`Display.open`."""
-        job = displayed.job
+    def open(self, run: RunState) -> Sequence[QueuedSink]:
+        job = run.job
         if job.node_rank != 0 or job.debug_bundles in ("", OFF):
             return ()
-        return (QueuedSink(BundleWriter(Path(job.debug_bundles).absolute()), displayed.say),)
+        return (QueuedSink(BundleWriter(Path(job.debug_bundles).absolute()), run.view.print_line),)
 
 
 class BundleWriter:

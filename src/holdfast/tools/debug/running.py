@@ -10,9 +10,9 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 from holdfast.launch.control import RunningJob
-from holdfast.launch.debug_handlers import handlers_path
-from holdfast.launch.processes import WatchedWorker, this_node
-from holdfast.launch.stacks import stack_from_outside
+from holdfast.launch.health.stacks import stack_from_outside
+from holdfast.launch.supervise.debug_handlers import handlers_path
+from holdfast.launch.supervise.processes import pairs_in
 from holdfast.records.beacon import Beacon
 from holdfast.records.paths import beacon_path
 from holdfast.tools.debug.bundle import BundleSource
@@ -27,25 +27,18 @@ def live_source(job: RunningJob) -> BundleSource:
     Raises:
         ConfigError: if the job has just ended.
     """
-    ranks = sorted(int(path.name.removeprefix("process-")) for path in job.run_dir.glob("process-*") if _is_rank(path))
-    pairs = {rank: WatchedWorker.read(job.run_dir / f"process-{rank}") for rank in ranks}
-    local_workers = {
-        rank: pair.worker for rank, pair in pairs.items() if pair is not None and pair.node in ("", this_node())
-    }
+    pairs = pairs_in(job.run_dir)
+    local_workers = {rank: pair.worker for rank, pair in pairs.items() if pair.is_here}
     alive = {rank: worker for rank, worker in local_workers.items() if worker.is_alive()}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         stacks = dict(zip(alive, pool.map(lambda worker: stack_from_outside(worker.pid), alive.values()), strict=True))
         traces = {rank: flight_recorder(handlers_path(job.run_dir, rank)) for rank in alive}
-    live = {"positions.json": json.dumps(_positions(job.run_dir, ranks), indent=1) + "\n"}
+    live = {"positions.json": json.dumps(_positions(job.run_dir, list(pairs)), indent=1) + "\n"}
     live |= {f"stacks/rank-{rank}.txt": text for rank, text in stacks.items() if not text.startswith("(")}
     live |= {f"flight-recorder/rank-{rank}.json": text for rank, text in traces.items() if not text.startswith("(")}
     notes = [f"stack of rank {rank}: {text}" for rank, text in stacks.items() if text.startswith("(")]
     notes += [f"flight recorder of rank {rank}: {text}" for rank, text in traces.items() if text.startswith("(")]
-    notes += [
-        f"rank {rank} is on another machine"
-        for rank, pair in pairs.items()
-        if pair is not None and rank not in local_workers
-    ]
+    notes += [f"rank {rank} is on another machine" for rank in pairs if rank not in local_workers]
     return BundleSource(
         report_dir=Path(job.report_dir) if job.report_dir else None,
         run_dir=job.run_dir,
@@ -54,10 +47,6 @@ def live_source(job: RunningJob) -> BundleSource:
         live=live,
         notes=notes,
     )
-
-
-def _is_rank(path: Path) -> bool:
-    return path.name.removeprefix("process-").isdecimal()
 
 
 def _positions(run_dir: Path, ranks: Sequence[int]) -> dict[int, dict[str, object]]:

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, refuse
 from holdfast.faults.alteration import ValueChange, ValuePosition, Values
 from holdfast.faults.formats import FORMATS
-from holdfast.faults.reading import check_keys, refuse
+from holdfast.faults.reading import check_keys
 from holdfast_lab.inject.record import InjectionRecord, TensorRecord, flips_of
 
 SCHEMA = 1

@@ -1,7 +1,7 @@
 """The fork server of a node: a process that imports torch once, and forks the workers of this node from itself.
 
 A worker, a spare or a replacement then starts in milliseconds instead of importing torch for seconds, and the pages of
-the imported modules are shared. Each starter, see :mod:`holdfast.launch.starter`, asks the server for a watcher; the
+the imported modules are shared. Each starter, see :mod:`holdfast.launch.supervise.starter`, asks the server for a watcher; the
 watcher forks the worker, as it does without a server. Nothing depends on the server afterwards: it may be killed at any
 time, and starters that reach none start their workers without it.
 
@@ -25,10 +25,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
-from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
-from holdfast.launch.processes import Process, die_with_parent, open_log
+from holdfast.launch.supervise.fork_protocol import FORK_SERVER, GO, READY, peer, surroundings
+from holdfast.launch.supervise.processes import Process, die_with_parent, open_log
 
 _SOCKET = "fork-server"
 _REQUEST_S = 10.0
@@ -68,12 +68,21 @@ class ForkServer:
         self, run_dir: Path, env: Mapping[str, str], log: Path, files: Sequence[int] = (), words: Sequence[str] = ()
     ) -> None:
         self._path = run_dir / _SOCKET
+        self.variables = {FORK_SERVER: str(self._path)}
+        """Variables by which starters find it."""
         listener = _listen(self._path)
         self._importing, ready = os.pipe()
         ours = listener.fileno(), ready
         with os.fdopen(open_log(log), "ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.launch.fork_server", *map(str, ours), str(os.getpid()), *words],
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "holdfast.launch.supervise.fork_server",
+                    *map(str, ours),
+                    str(os.getpid()),
+                    *words,
+                ],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -86,16 +95,6 @@ class ForkServer:
         self._stopped_since_s: float | None = None
         self._looked_s = 0.0
 
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Variables by which starters find it."""
-        return {FORK_SERVER: str(self._path)}
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The process."""
-        return self._process
-
     def is_importing(self) -> bool:
         """Return whether it is not ready yet, so that starters wait for it."""
         return not select.select([self._importing], [], [], 0.0)[0]  # it closes the other end, or ends
@@ -105,8 +104,8 @@ class ForkServer:
 
         Time in which the launcher did not look, because it was itself stopped, does not count.
         """
-        is_gone = self._process.poll() is not None  # and another process may have its PID
-        process = None if is_gone else Process.of(self._process.pid)
+        is_gone = self.process.poll() is not None  # and another process may have its PID
+        process = None if is_gone else Process.of(self.process.pid)
         apart_s, self._looked_s = now_s - self._looked_s, now_s
         if process is None or not process.is_stopped():
             self._stopped_since_s = None
@@ -117,9 +116,9 @@ class ForkServer:
 
     def kill(self) -> None:
         """End the process. Starters that wait for it, and later ones, start their workers without it."""
-        self._process.kill()
+        self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILLED_WITHIN_S)
+            self.process.wait(_KILLED_WITHIN_S)
 
     def close(self) -> None:
         """End the server. The workers that it forked go on."""
@@ -127,12 +126,6 @@ class ForkServer:
         os.close(self._importing)
         with contextlib.suppress(OSError):  # it is removed with its folder, unless access to that was taken away
             self._path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _listen(path: Path) -> socket.socket:
@@ -207,9 +200,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 
 def _become_watcher(connection: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
     """Take over the surroundings of the starter, and be the watcher of its worker."""
-    from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above
-    from holdfast.launch.worker import run_watched
-    from holdfast.launch.worker_context import read_our_clock
+    from holdfast.launch.supervise.watcher import Starter, end_if_orphaned, mpirun_above
+    from holdfast.launch.supervise.worker import run_watched
+    from holdfast.launch.supervise.worker_context import read_our_clock
 
     try:
         _take_over(request, files)
@@ -225,7 +218,7 @@ def _become_watcher(connection: socket.socket, request: dict[str, Any], files: l
 
 def _answer(connection: socket.socket) -> None:
     """Tell the starter that its watcher runs, with a pidfd of it and one of the launcher, unless that is elsewhere."""
-    from holdfast.launch.worker_context import launcher_process
+    from holdfast.launch.supervise.worker_context import launcher_process
 
     launcher = launcher_process()
     handle = None if launcher is None else launcher.open()

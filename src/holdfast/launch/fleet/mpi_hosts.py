@@ -5,6 +5,7 @@ Open MPI's runtime ends the whole job when it loses a host, so this launcher res
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import shutil
@@ -13,14 +14,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import ConfigError
-from holdfast.launch.job import Job, refuse
-from holdfast.launch.processes import Process, WatchedWorker, end, this_node
+from holdfast.errors import ConfigError, refuse
+from holdfast.launch.fleet.base import Fleet
+from holdfast.launch.job import Job
+from holdfast.launch.job_state import JobBroken, JobLost, JobState, Verdict
 from holdfast.launch.run_paths import RunPaths
+from holdfast.launch.supervise.processes import Process, WatchedWorker, this_node
+from holdfast.launch.supervise.worker_context import LAUNCHER_NODE
 
 SSH = ("ssh", "-o", "BatchMode=yes")
 """Never prompts: the launcher has no terminal input."""
@@ -111,7 +115,9 @@ class RemoteProcess(Process):
 
 FENCE_S = 3.0
 """How long a restart waits after a host was lost: its workers may live, and their watchers look once a second whether they
-still belong to the job, see :mod:`holdfast.launch.watcher`."""
+still belong to the job, see :mod:`holdfast.launch.supervise.watcher`."""
+_NO_DAEMON = "A daemon failed to report back after being spawned"
+"""Printed by mpirun if a daemon does not start, which also happens temporarily on crowded hosts."""
 _MARK = "holdfast-node"
 _FIRST_CODE = 91
 _PROBES = 3
@@ -155,12 +161,15 @@ def shared_folder(job: Job) -> Path | None:
 # -- the hosts of a job
 
 
-class MpiHosts:
+class MpiHosts(Fleet):
     """The remaining hosts of a job, and how to reach them. All must share the directories of the run."""
 
+    poll_s = 0.2
+
     def __init__(self, job: Job, paths: RunPaths) -> None:
+        super().__init__(job)
         self.left = job.hosts
-        self._job = job
+        self._paths = paths
         self._agent = RemoteAgent(_agent_words(job), [host.name for host in job.hosts if _is_here(host.name)])
         self._needs = (
             (f"test -d {shlex.quote(str(paths.run_dir))}", f"does not see {paths.run_dir.parent}: it must be shared"),
@@ -173,8 +182,8 @@ class MpiHosts:
 
     # -- checks
 
-    def connect(self) -> None:
-        """Raise a ConfigError that names each host that cannot take part, and the reason."""
+    def connect(self, tell: Callable[[str], None]) -> None:
+        tell("waiting for the hosts")
         answers, missing = self._check({})
         if missing:
             refuse("; ".join(f"host {name} {why}" for name, why in missing.items()))
@@ -183,6 +192,26 @@ class MpiHosts:
             if node in self._names:
                 refuse(f"hosts {self._names[node]} and {name} are the same machine, {node}; name it once, HOST:WORKERS")
             self._names[node] = name
+
+    def restart_on(self, state: JobState) -> tuple[int, ...]:
+        """See :meth:`Fleet.restart_on`: mpirun ends all workers when it loses a host, so exit codes are not informative."""
+        wanted = min(sum(host.slots for host in self.left), len(self.job.ranks))
+        self._next_ranks = state.ranks_left(wanted)[:wanted]
+        return self._next_ranks
+
+    def examine(
+        self, verdict: Verdict, pairs: Mapping[int, WatchedWorker], mpiruns: Sequence[int]
+    ) -> tuple[Verdict, list[int]]:
+        """See :meth:`Fleet.examine`: find out which hosts are left if the job is lost, or failed while it began."""
+        if not (isinstance(verdict, JobLost) or (isinstance(verdict, JobBroken) and verdict.unexplained)):
+            return verdict, []
+        lost = self.poll(pairs.values(), mpiruns)
+        if lost:
+            reasons = "; ".join(f"host {name} is lost: it {why}" for name, why in lost.items())
+            return JobLost(reasons), [rank for rank, pair in pairs.items() if self._names.get(pair.node) in lost]
+        is_unbegun = not pairs and _NO_DAEMON in self._paths.mpirun_output()
+        why = "no worker began: one of mpirun's daemons failed to report back"
+        return (JobLost(why) if is_unbegun else verdict), []
 
     def poll(self, pairs: Iterable[WatchedWorker], mpiruns: Iterable[int]) -> dict[str, str]:
         """After mpirun has ended, end what is left of it and check the hosts; return the lost ones with reasons.
@@ -196,19 +225,21 @@ class MpiHosts:
             ends.setdefault(host.name, []).extend(removals)
         _, missing = self._check(ends)
         self.left = tuple(host for host in self.left if host.name not in missing)
+        if self.left:
+            self.job = dataclasses.replace(self.job, hosts=self.left)
         return missing
 
     def _check(self, ends: Mapping[str, Sequence[str]]) -> tuple[dict[str, CommandResult], dict[str, str]]:
         checks = [f"{need} || exit {_FIRST_CODE + number}" for number, (need, _) in enumerate(self._needs)]
         look = "; ".join([*checks, f"echo {_MARK} $(uname -n)"])
         commands = {host.name: "; ".join([*ends.get(host.name, ()), look]) for host in self.left}
-        answers = self._agent.request(commands, self._job.node_timeout_s)
+        answers = self._agent.request(commands, self.job.node_timeout_s)
         return answers, {name: why for name, answer in answers.items() if (why := self._why_not(answer))}
 
     def _why_not(self, answer: CommandResult) -> str:
         """Return why a host cannot take part, or ""."""
         if answer.exit_code is None:
-            return f"did not answer within {self._job.node_timeout_s:g} s"
+            return f"did not answer within {self.job.node_timeout_s:g} s"
         number = answer.exit_code - _FIRST_CODE
         if 0 <= number < len(self._needs):
             return self._needs[number][1]
@@ -217,39 +248,35 @@ class MpiHosts:
             return f"could not be reached: {lines[-1] if lines else f'exit code {answer.exit_code}'}"
         return ""
 
-    def name_of(self, node: str) -> str:
-        """Return the name in the host list of the machine that calls itself ``node``, or ""."""
-        return self._names.get(node, "")
-
-    @property
-    def slots(self) -> int:
-        """Slots of the remaining hosts."""
-        return sum(host.slots for host in self.left)
-
     # -- use
 
+    def variables(self, origin_s: float) -> dict[str, str]:
+        began_s = time.time() - time.monotonic() + origin_s
+        return {
+            LAUNCHER_NODE: f"{this_node()} {began_s}",
+            "MASTER_ADDR": os.environ.get("MASTER_ADDR", self.left[0].name),
+        }
+
     def mpirun_words(self, env: Mapping[str, str]) -> list[str]:
-        """Return the options of mpirun that name the hosts and the variables to pass on."""
-        patience_s = self._job.node_timeout_s
+        patience_s = self.job.node_timeout_s
         mca = {
             "plm": "ssh",  # the same inside and outside of Slurm
             "oob_tcp_keepalive_time": max(1, round(patience_s / 2)),
             "oob_tcp_keepalive_intvl": max(1, round(patience_s / 2 / _PROBES)),
             "oob_tcp_keepalive_probes": _PROBES,
         }
-        if self._job.launch_agent:
-            mca["plm_ssh_agent"] = self._job.launch_agent
-        if self._job.network:
-            mca["prte_if_include"] = self._job.network
+        if self.job.launch_agent:
+            mca["plm_ssh_agent"] = self.job.launch_agent
+        if self.job.network:
+            mca["prte_if_include"] = self.job.network
         words = ["--host", ",".join(map(str, self.left))]
         words += [word for name, value in mca.items() for word in ("--prtemca", name, str(value))]
-        words += ["--mca", "btl_tcp_if_include", self._job.network] if self._job.network else []
+        words += ["--mca", "btl_tcp_if_include", self.job.network] if self.job.network else []
         for name in sorted(env):
             words += ["-x", name] if name.startswith(_HANDED_ON) else []
         return words
 
     def reach(self, pair: WatchedWorker) -> WatchedWorker:
-        """Return a pair that can be sent signals, wherever it is."""
         name = self._names.get(pair.node)
         if name is None or pair.node == this_node():
             return pair
@@ -259,12 +286,12 @@ class MpiHosts:
     def end(
         self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[WatchedWorker], forked_by: int | None
     ) -> None:
-        """Kill mpirun and all processes below it; on hosts that do not answer, that is left to Open MPI."""
+        """See :meth:`Fleet.end`; on hosts that do not answer, it is left to Open MPI."""
         local_pairs = [pair for pair in pairs if pair.node == this_node()]
         if any(process.poll() is None for process in processes):
             kills = self._kills(pair for pair in pairs if pair not in local_pairs)
             self._agent.request({name: "; ".join(words) for name, words in kills.items()}, _END_S)
-        end(processes, local_pairs, forked_by)
+        super().end(processes, local_pairs, forked_by)
 
     def _kills(self, pairs: Iterable[WatchedWorker]) -> dict[str, list[str]]:
         """Return, by host, the commands that kill these processes there."""

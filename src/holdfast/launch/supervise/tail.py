@@ -56,28 +56,19 @@ class LineTail:
             self._file = None
 
 
-class RecordTail:
+class RecordTail(LineTail):
     """Returns the records that were added to ``path`` since the last call; see :class:`LineTail`."""
 
-    __slots__ = ("_lines", "skipped")
+    __slots__ = ("skipped",)
 
     def __init__(self, path: Path, *, far: bool = False) -> None:
+        super().__init__(path, far=far)
         self.skipped = 0
         """Lines so far that are not records: truncated by a full disk, or written by another program."""
-        self._lines = LineTail(path, far=far)
 
-    @property
-    def path(self) -> str:
-        """The file."""
-        return self._lines.path
-
-    def read(self) -> list[Record]:
+    def records(self) -> list[Record]:
         """Return the new records."""
-        lines = self._lines.read()
+        lines = self.read()
         records = [record for line in lines if (record := parse_record(line)) is not None]
         self.skipped += len(lines) - len(records)
         return records
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()

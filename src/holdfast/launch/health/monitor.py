@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Mapping, Sequence, Set
 
 from holdfast.base.phases import Phase
 from holdfast.base.side_work import run_aside
-from holdfast.errors import StoreLost
-from holdfast.launch.attempt import JobAttempt
 from holdfast.launch.control import append
-from holdfast.launch.hangs import HangDetector, StuckWorker
-from holdfast.launch.nodes import NodeGroup
-from holdfast.launch.processes import WatchedWorker, this_node
+from holdfast.launch.health.hangs import HangDetector, StuckWorker
+from holdfast.launch.health.stacks import OFF, LastStacks, innermost
+from holdfast.launch.health.starting import StartupFinding, StartupMonitor, StartupStatus, what_workers_wait_for
+from holdfast.launch.health.stragglers import StragglerDetector
 from holdfast.launch.record_bus import RecordBus, RunState
-from holdfast.launch.stacks import OFF, LastStacks, innermost
-from holdfast.launch.starting import StartupFinding, StartupMonitor, StartupStatus
-from holdfast.launch.stragglers import StragglerDetector
-from holdfast.launch.waiting_for import what_workers_wait_for
+from holdfast.launch.supervise.attempt import JobAttempt
+from holdfast.launch.supervise.processes import WatchedWorker, this_node
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 from holdfast.records.paths import requests_path
 from holdfast.records.types import StragglerSeen, WorkerFenced
@@ -77,21 +73,20 @@ class HealthMonitor:
     def _show(self, attempt: JobAttempt, living: Sequence[int], signs: Mapping[int, StartupStatus]) -> None:
         self._bus.show(attempt.pids(living), "" if self._bus.progress.is_training else self._waits_for(living, signs))
 
-    def all_stall(self, attempt: JobAttempt, nodes: NodeGroup) -> bool:
+    def all_stall(self, attempt: JobAttempt) -> bool:
         """Return whether the workers of all nodes wait for each other; the job state knows only those of this node."""
-        living = set(self._run.state.living())
+        living, fleet = set(self._run.state.living()), self._run.fleet
         remote = living.difference(attempt.processes)
-        if not remote or not nodes.all_posted("stalls", nodes.ranks_of(sorted(remote))):
+        if not remote or not fleet.all_posted("stalls", fleet.ranks_of(sorted(remote))):
             return False
         return self._run.state.stand_still(living - remote, self._run.clock.now_s())
 
     def _print_progress(self, living: Sequence[int], now_s: float) -> None:
         """Publish to the other launchers what decides, for all workers together, whether some are hung."""
-        if (peers := self._run.others) is not None:
-            with contextlib.suppress(StoreLost):  # detected at the next check
-                peers.post("waits", true=self._hangs.keep_us_waiting)
-                peers.post("loads", true=self._hangs.load_too_long)
-                peers.post("stalls", true=self._run.state.stand_still(living, now_s))
+        fleet = self._run.fleet
+        fleet.post("waits", true=self._hangs.keep_us_waiting)
+        fleet.post("loads", true=self._hangs.load_too_long)
+        fleet.post("stalls", true=self._run.state.stand_still(living, now_s))
 
     def _note_untold_ends(self, attempt: JobAttempt, watched: Set[int], now_s: float) -> None:
         """Record the end of workers whose watcher did not: it was killed, is stopped, or could not write."""
@@ -118,14 +113,12 @@ class HealthMonitor:
 
     def _check_startup(self, attempt: JobAttempt, signs: Mapping[int, StartupStatus] | None, now_s: float) -> None:
         """Give up workers that keep the job from beginning."""
-        nodes, peers, state = self._run.nodes, self._run.others, self._run.state
+        fleet, state = self._run.fleet, self._run.state
         finding = StartupFinding()
         if signs is not None and (not state.has_begun or any(map(_is_before_training, signs.values()))):
-            elsewhere = nodes is not None and nodes.any_posted("starts")
+            elsewhere = fleet.any_posted("starts")
             finding = self._starting.poll(signs, now_s, has_begun=state.has_begun, elsewhere=elsewhere)
-        if peers is not None:
-            with contextlib.suppress(StoreLost):  # detected at the next check
-                peers.post("starts", true=self._starting.keeps_waiting and not state.has_begun)
+        fleet.post("starts", true=self._starting.keeps_waiting and not state.has_begun)
         if finding.warning:
             self._run.view.print_line(finding.warning)
         for stuck in finding.stuck:
@@ -159,22 +152,20 @@ class HealthMonitor:
         )
 
     def _end_stuck(self, attempt: JobAttempt, positions: Mapping[int, BeaconPosition], now_s: float) -> None:
-        nodes = self._run.nodes
         stuck_workers = self._hangs.poll(
             positions,
             now_s,
             newcomers=self._run.state.waiting,
-            elsewhere=nodes is not None and nodes.any_posted("waits"),
-            load_elsewhere=nodes is not None and nodes.any_posted("loads"),
+            elsewhere=self._run.fleet.any_posted("waits"),
+            load_elsewhere=self._run.fleet.any_posted("loads"),
         )
         for stuck in stuck_workers:
             pair = attempt.pair(stuck.rank)
-            if pair is not None:
-                pair.watcher.send(signal.SIGCONT)  # a stopped watcher could not record the end of its worker
-            if pair is None or not pair.worker.is_alive():
+            if pair is None:
                 continue
-            self._note_fenced(stuck, positions[stuck.rank].step, pair)
-            pair.worker.send(signal.SIGKILL)
+            if pair.worker.is_alive():
+                self._note_fenced(stuck, positions[stuck.rank].step, pair)
+            attempt.fence(stuck.rank)
 
     def _note_fenced(self, stuck: StuckWorker, step: int, pair: WatchedWorker | None) -> None:
         stack, where = run_aside(

@@ -10,7 +10,7 @@ from holdfast.base.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.engine.start_rank import rank_at_start
 from holdfast.errors import ConfigError
-from holdfast.launch.processes import Process, WatchedWorker, pair_path, this_node
+from holdfast.launch.supervise.processes import Process, WatchedWorker, pair_path, this_node
 from holdfast.records.beacon import Beacon
 from holdfast.records.files import FileRecorder
 from holdfast.records.logger import Logger

@@ -1,7 +1,7 @@
 """The GPUs of a node: how many there are, and which one each worker uses.
 
 Nothing here imports torch or initialises CUDA: a process that has initialised CUDA must not fork, and a launcher must not hold
-memory on a GPU. Each worker sees one GPU, chosen by its slot (see :mod:`holdfast.launch.slots`), which is ``cuda:0`` to it.
+memory on a GPU. Each worker sees one GPU, chosen by its slot (see :mod:`holdfast.launch.supervise.slots`): ``cuda:0`` to it.
 """
 
 from __future__ import annotations

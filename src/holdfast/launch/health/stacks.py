@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from holdfast.launch.processes import Process
+from holdfast.launch.supervise.processes import Process
 
 SIGNAL = signal.SIGRTMIN + 9
 """The signal on which a worker writes its stacks; a realtime signal, which scripts hardly use."""

@@ -1,6 +1,6 @@
 """Rendezvous of the launchers of a job: a shared store, and a seat in it for each node.
 
-:mod:`holdfast.launch.nodes` lists the keys of the store.
+:mod:`holdfast.launch.fleet.nodes` lists the keys of the store.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import xxhash
 
 from holdfast.base.formatting import count
 from holdfast.config import Settings
-from holdfast.errors import ConfigError, JobError, StoreLost
+from holdfast.errors import ConfigError, JobError, StoreLost, refuse
 from holdfast.launch.command_line import OPTIONS
-from holdfast.launch.job import Job, refuse
-from holdfast.launch.node_health import NodeCheck
+from holdfast.launch.fleet.base import Fleet
+from holdfast.launch.fleet.node_health import NodeCheck
+from holdfast.launch.job import Job
 from holdfast.membership import Hub, Store, open_store
 from holdfast.membership.store import address_towards, is_port
 
@@ -44,7 +45,7 @@ class LauncherInfo:
     start: int
 
 
-class Rendezvous:
+class Rendezvous(Fleet):
     """This launcher among those that share a store. The constructor waits until all are present, or the job has begun.
 
     Args:
@@ -60,7 +61,7 @@ class Rendezvous:
     def __init__(
         self, job: Job, node_check: NodeCheck | None = None, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        self._job = job
+        super().__init__(job)
         self._tell = tell
         self._me = job.node_rank
         self._lease_s = job.node_timeout_s
@@ -81,7 +82,6 @@ class Rendezvous:
             self.seats = self._await_nodes()
             """Seats of all nodes when the job began."""
             self.is_late = self.seats.get(self._me) != self._seat
-            """Whether the job had begun before this launcher arrived."""
         except StoreLost as error:
             self.close()
             raise JobError(
@@ -98,9 +98,9 @@ class Rendezvous:
         return self._store
 
     @property
-    def is_host(self) -> bool:
-        """Whether this launcher hosts the store, which no other launcher can do without."""
-        return self._hub is not None and len(self._places) < 2
+    def is_needed(self) -> bool:
+        """Whether this launcher hosts the store, which no other launcher can do without, or is the only one."""
+        return self.job.nnodes == 1 or (self._hub is not None and len(self._places) < 2)
 
     @property
     def seat_lost(self) -> str:
@@ -123,20 +123,12 @@ class Rendezvous:
         value = json.dumps({"seat": self._seat, "ranks": ranks, "start": start})
         self.store.put(f"node/{self._me}", value, leased=True)
 
-    def url(self, start: int) -> str:
-        """Return the URL of the store of the workers of one start of the job."""
-        return f"{self._url}/{self._run}/{start}"
-
-    def open_members(self, start: int) -> Store:
-        """Open the store of the workers of one start of the job."""
-        return self._open(self._run, str(start))
-
     def read(self, key: str) -> Any:
         """Return the value of a key that is certain to be written."""
         return json.loads(self.store.wait(lambda: self.store.get(key)) or "null")
 
     def origin_s(self) -> float:
-        """Return the value of ``time.monotonic()`` on this machine at which the first launcher began."""
+        """See :meth:`Fleet.origin_s`."""
         self.store.create("origin", json.dumps(time.time()))
         ran_s: float = time.time() - self.read("origin")
         return time.monotonic() - max(0.0, ran_s)
@@ -158,8 +150,8 @@ class Rendezvous:
             self.store.delete(f"node/{self._me}")
         if self._hub is None:
             return
-        patience_s = self._lease_s if self.is_host else min(_TOGETHER_S, self._lease_s / 4)
-        if not self.store.wait(lambda: None if self.there() else True, patience_s) and not self.is_host:
+        patience_s = self._lease_s if self.is_needed else min(_TOGETHER_S, self._lease_s / 4)
+        if not self.store.wait(lambda: None if self.there() else True, patience_s) and not self.is_needed:
             self._hub.leave(self._lease_s, lambda: not self.there())
 
     # -- the store
@@ -167,7 +159,7 @@ class Rendezvous:
     @property
     def _joins(self) -> bool:
         """Whether another process hosts the store."""
-        return bool(self._job.rdzv) and self._me >= len(self._places)
+        return bool(self.job.rdzv) and self._me >= len(self._places)
 
     def _host(self) -> str:
         if not self._places:
@@ -175,7 +167,7 @@ class Rendezvous:
         host, port = split_place(self._places[self._me]) if self._places else (_ITSELF, 0)
         if len(self._places) > 1:
             self._hub = Hub(self.token, host, port, lease_s=self._lease_s, places=self._places, place=self._me)
-            return self._job.rdzv
+            return self.job.rdzv
         self._hub = Hub(self.token, host, port, lease_s=self._lease_s)
         return f"holdfast://{self._hub.address}"
 
@@ -224,7 +216,7 @@ class Rendezvous:
 
     def _enter(self) -> Store:
         """Open the store; a launcher may start before the one that hosts it."""
-        ends_s = time.monotonic() + self._job.rdzv_timeout_s
+        ends_s = time.monotonic() + self.job.rdzv_timeout_s
         while True:
             try:
                 return open_store(f"{self._url}/runs", self.token, lease_s=self._lease_s)
@@ -234,7 +226,7 @@ class Rendezvous:
                     hosts = f"nodes 0 to {last}, whose launchers host" if last > 0 else "node 0, whose launcher hosts"
                     what = f"{hosts} it" if self._places else "it"
                     raise JobError(
-                        f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
+                        f"{error}; node {self._me} waited {self.job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
                     ) from error
             host = "node 0, which hosts " if len(self._places) == 1 else ""
             self._tell(f"waiting for {host}the membership store at {self._url.partition('://')[2]}")
@@ -244,7 +236,7 @@ class Rendezvous:
 
     def _alike(self) -> dict[str, Any]:
         """Return the settings that must be equal on all launchers."""
-        job, settings, usual = self._job, self._job.settings, Settings()
+        job, settings, usual = self.job, self.job.settings, Settings()
         return {
             "--nnodes": job.nnodes,
             "-n": settings.workers,
@@ -299,26 +291,26 @@ class Rendezvous:
         def ready() -> str | None:
             there, unfit = self.there(), self._unfit()
             whole = json.dumps({node: seated.seat for node, seated in there.items()})
-            workers = sum(self._job.home(rank) in there for rank in self._job.ranks)
-            is_enough = not unfit or workers >= self._job.settings.min_workers
-            all_known = bool(there) and len(there.keys() | unfit.keys()) == self._job.nnodes
+            workers = sum(self.job.home(rank) in there for rank in self.job.ranks)
+            is_enough = not unfit or workers >= self.job.settings.min_workers
+            all_known = bool(there) and len(there.keys() | unfit.keys()) == self.job.nnodes
             return self.store.get("start/0") or (whole if all_known and is_enough else None)
 
-        seats, ends_s = None, time.monotonic() + self._job.rdzv_timeout_s
+        seats, ends_s = None, time.monotonic() + self.job.rdzv_timeout_s
         while seats is None and (left_s := ends_s - time.monotonic()) > 0:
             self._tell(self._missing_nodes())
             seats = self.store.wait(ready, min(left_s, _RETRY_S))
         if seats is None:
             unfit = self._unfit()
-            missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
+            missing = ", ".join(str(node) for node in range(self.job.nnodes) if node not in self.there())
             why = "".join(f"; node {node} is unfit: {reason}" for node, reason in sorted(unfit.items()))
-            raise JobError(f"node {missing} did not join within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout){why}")
+            raise JobError(f"node {missing} did not join within {self.job.rdzv_timeout_s:g} s (--rdzv-timeout){why}")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}
 
     def _missing_nodes(self) -> str:
         """Return which nodes the rendezvous waits for, in words; "" for none."""
-        nnodes, there, unfit = self._job.nnodes, self.there(), self._unfit()
+        nnodes, there, unfit = self.job.nnodes, self.there(), self._unfit()
         missing = [node for node in range(nnodes) if node not in there and node not in unfit]
         if not missing:
             return ""

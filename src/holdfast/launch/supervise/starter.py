@@ -1,7 +1,7 @@
-"""What mpirun or the launcher starts for each worker: ``python -m holdfast.launch.starter SCRIPT [ARGS]...``.
+"""What mpirun or the launcher starts for each worker: ``python -m holdfast.launch.supervise.starter SCRIPT [ARGS]...``.
 
-It asks the fork server of its node, see :mod:`holdfast.launch.fork_server`, for a watcher with a worker, and ends as the
-watcher does. Without a server that answers, it becomes the watcher itself: the worker then imports torch on its own.
+It asks the fork server of its node, see :mod:`holdfast.launch.supervise.fork_server`, for a watcher with a worker, and ends
+as the watcher does. Without a server that answers, it becomes the watcher itself: the worker then imports torch on its own.
 
 This module imports little, because it runs once a worker.
 """
@@ -17,7 +17,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from holdfast.launch.fork_protocol import FORK_SERVER, GO, READY, SUCCEEDED, connect_to, surroundings
+from holdfast.launch.supervise.fork_protocol import FORK_SERVER, GO, READY, SUCCEEDED, connect_to, surroundings
 
 _ANSWER_S = 60.0
 """Time that the server may take to answer: it imports torch first."""
@@ -30,7 +30,7 @@ def main() -> NoReturn:
     """Have the worker forked, and end as its watcher does."""
     answer = _ask(os.environ.get(FORK_SERVER, ""))
     if answer is None:
-        from holdfast.launch import worker
+        from holdfast.launch.supervise import worker
 
         worker.main()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

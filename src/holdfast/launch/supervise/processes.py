@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from holdfast.base.phases import Phase
+from holdfast.base.temporary import write_private
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -148,12 +149,14 @@ class WatchedWorker:
             return None
         return cls(worker, watcher, node) if worker is not None and watcher is not None else None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether both are on this machine."""
+        return self.node in ("", this_node())
+
     def note(self, path: Path) -> None:
-        """Write the pair to a file, atomically."""
-        draft = path.with_suffix(f".{os.getpid()}.draft")  # worker and watcher both write it: either may be stopped
-        draft.touch(mode=0o600)
-        draft.write_text(f"{self.worker}\n{self.watcher}\n{self.node}")
-        draft.replace(path)
+        """Write the pair to a file; worker and watcher both do so, because either may be stopped."""
+        write_private(path, f"{self.worker}\n{self.watcher}\n{self.node}")
 
 
 def this_node() -> str:
@@ -164,6 +167,12 @@ def this_node() -> str:
 def pair_path(run_dir: Path, rank: int) -> Path:
     """Return the file in which the watcher of ``rank`` records the pair."""
     return run_dir / f"process-{rank}"
+
+
+def pairs_in(run_dir: Path) -> dict[int, WatchedWorker]:
+    """Return all workers of a start of the job, alive or not, with their watchers, by rank."""
+    paths = {int(rank): path for path in run_dir.glob("process-*") if (rank := path.name[8:]).isdecimal()}
+    return {rank: pair for rank, path in sorted(paths.items()) if (pair := WatchedWorker.read(path)) is not None}
 
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:

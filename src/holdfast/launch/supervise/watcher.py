@@ -22,23 +22,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.base.side_work import run_aside
+from holdfast.base.side_work import run_aside, say
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.fork_protocol import FAILED, SUCCEEDED, peer
-from holdfast.launch.processes import (
+from holdfast.launch.supervise.fork_protocol import FAILED, SUCCEEDED, peer
+from holdfast.launch.supervise.processes import (
     Process,
-    WatchedWorker,
     end_children,
     end_gently,
     name_of,
     outlive_parent,
     pair_path,
-    this_node,
+    pairs_in,
     value_of,
     wait_for_end,
 )
-from holdfast.launch.worker_context import (
+from holdfast.launch.supervise.worker_context import (
     ALL_STOP,
     GRACE_S,
     LAUNCHER,
@@ -80,17 +79,10 @@ class Starter:
         pid, _ = peer(connection)
         self.process = Process.of(pid) or Process(pid, -1)  # one that has ended already
 
-    def report_success(self) -> None:
-        """Let it exit with 0; without this, it ends by SIGKILL as soon as this process has ended."""
-        self._send(SUCCEEDED)
-
-    def report_failure(self) -> None:
-        """Let it end by SIGKILL now, and not only once this process has ended."""
-        self._send(FAILED)
-
-    def _send(self, word: bytes) -> None:
+    def end(self, *, succeeded: bool) -> None:
+        """Let it exit with 0, or end by SIGKILL; without this, it ends by SIGKILL as soon as this process has ended."""
         with contextlib.suppress(OSError):  # it was killed: its exit code is its own
-            self._connection.sendall(word)
+            self._connection.sendall(SUCCEEDED if succeeded else FAILED)
 
     def close(self) -> None:
         """Close the connection, in a process that is not the watcher."""
@@ -111,14 +103,14 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
         if exit_code is not None:
             tell(exit_code)
         if exit_code and starter is not None:
-            starter.report_failure()
+            starter.end(succeeded=False)
         end_children()
         if mpirun is not None and _is_last(settings):
             _end_mpirun(mpirun)
         if exit_code and starter is not None:
             time.sleep(_LINGER_S)
     except ConfigError as error:
-        _say(f"holdfast: the watcher of a worker ends, and the worker with it: {error}\n")
+        say(f"the watcher of a worker ends, and the worker with it: {error}")
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk may be the problem
             sys.excepthook(*sys.exc_info())
@@ -126,16 +118,10 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
     finally:  # in any case: the other workers wait until Open MPI has seen this process end
         if exit_code == 0:
             if starter is not None:
-                starter.report_success()
+                starter.end(succeeded=True)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # standard error may go to the same disk
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 def end_if_orphaned(parent: int) -> None:
@@ -227,15 +213,9 @@ def _request_stop(pid: int, settings: Settings) -> None:
 
 def _wake_watchers(settings: Settings) -> None:
     """Resume the other watchers on this machine, which may be stopped: their workers may be hung or have ended."""
-    for pair in _pairs(settings):
-        if pair.node in ("", this_node()):
+    for pair in pairs_in(Path(settings.run_dir)).values() if settings.run_dir else ():
+        if pair.is_here:
             pair.watcher.send(signal.SIGCONT)
-
-
-def _pairs(settings: Settings) -> list[WatchedWorker]:
-    """Return all workers of this start, alive or not, with their watchers."""
-    paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
-    return [pair for path in paths if (pair := WatchedWorker.read(path)) is not None]
 
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
@@ -254,7 +234,7 @@ def _is_last(settings: Settings) -> bool:
     launcher = launcher_process()
     if launcher is None or launcher.is_alive() or not settings.run_dir or LAUNCHER_NODE in os.environ:
         return False  # workers on other machines are not known here; mpirun ends after them
-    return not any(pair.worker.is_alive() for pair in _pairs(settings))
+    return not any(pair.worker.is_alive() for pair in pairs_in(Path(settings.run_dir)).values())
 
 
 def _end_mpirun(mpirun: Process) -> None:

@@ -1,17 +1,16 @@
-"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), started by mpirun or by the launcher.
+"""One worker: ``python -m holdfast.launch.supervise.worker SCRIPT [ARGS]...`` (or ``-m MODULE``), of mpirun or the launcher.
 
 The process forks immediately. The child runs the script; the parent is its watcher, see
-:mod:`holdfast.launch.watcher`. With a fork server, see :mod:`holdfast.launch.fork_server`, both are forked from there.
+:mod:`holdfast.launch.supervise.watcher`. With a fork server, see :mod:`holdfast.launch.supervise.fork_server`, both are
+forked from there.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import io
 import os
-import re
 import runpy
 import signal
 import sys
@@ -22,19 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.base.phases import Phase
+from holdfast.base.side_work import say
 from holdfast.base.system_errors import is_limit, refusal
 from holdfast.config import Settings
 from holdfast.engine.start_rank import LOOPBACK, mpi_rank
-from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
-from holdfast.launch.debug_handlers import handlers_path, serve_handlers
-from holdfast.launch.device_loss import device_loss
-from holdfast.launch.gpus import for_slot, hint_for
-from holdfast.launch.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
-from holdfast.launch.slots import slot_at_start
-from holdfast.launch.stacks import stack_path, write_stacks_on_signal
-from holdfast.launch.target import Target
-from holdfast.launch.watcher import Starter, end_if_orphaned, mpirun_above, watch
-from holdfast.launch.worker_context import (
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.launch.health.stacks import stack_path, write_stacks_on_signal
+from holdfast.launch.supervise.debug_handlers import handlers_path, serve_handlers
+from holdfast.launch.supervise.gpus import for_slot
+from holdfast.launch.supervise.processes import adopt_orphans, die_with_parent, open_log, wait_for_end
+from holdfast.launch.supervise.script_failure import describe, device_loss, line_in
+from holdfast.launch.supervise.slots import slot_at_start
+from holdfast.launch.supervise.watcher import Starter, end_if_orphaned, mpirun_above, watch
+from holdfast.launch.supervise.worker_context import (
     LOG_DIR,
     STOPPED,
     launcher_process,
@@ -43,20 +42,18 @@ from holdfast.launch.worker_context import (
     read_our_clock,
     worker_name,
 )
+from holdfast.launch.target import Target
 from holdfast.records.beacon import is_busy, publish_exit, show_life
 from holdfast.records.paths import beacon_path, stop_path
-from holdfast.records.types import DeviceLost, ScriptFailed
+from holdfast.records.types import DeviceLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from typing_extensions import Buffer
 
-    from holdfast.launch.processes import Process
+    from holdfast.launch.supervise.processes import Process
 
-_WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL)
-"""Errors of the system that are due to what the script asked for."""
 _WAKE_S = 1.0
 """Interval at which a worker resumes its watcher after the launcher is gone, or checks whether exit handlers are busy."""
 
@@ -129,7 +126,7 @@ def run_script(words: Sequence[str]) -> NoReturn:
         exit_code = _check_trained()
     except BaseException as error:
         if (lost := device_loss(error)) is not None:
-            _end_without_device(lost, _line_in(error.__traceback__, script))
+            _end_without_device(lost, line_in(error.__traceback__, script))
         exit_code = _report_failure(error, script)
     _leave(exit_code)
 
@@ -256,7 +253,7 @@ def _serve_handlers(settings: Settings, rank: int) -> None:
         and settings.run_dir
         and (why := serve_handlers(handlers_path(Path(settings.run_dir), rank)))
     ):
-        sys.stderr.write(f"holdfast: {why}\n")
+        say(why)
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
@@ -310,87 +307,10 @@ def _report_failure(error: BaseException, script: Path) -> int:
         try:
             log_beside(settings, rank, str(rank)).write(failed)
         except (HoldfastError, OSError) as lost:  # the launcher learns only that the script failed
-            sys.stderr.write(f"holdfast: {refusal(lost) or lost}\n")
+            say(refusal(lost) or str(lost))
     sys.stdout.flush()
     sys.stderr.write(failed.traceback or f"{failed.message}\n")
     return failed.exit_code
-
-
-def describe(error: BaseException, script: Path) -> ScriptFailed:
-    """Return the record of ``error``, which ended ``script``; the caller sets time, rank and step.
-
-    A :class:`~holdfast.errors.HoldfastError` is reported in one line, and so is what the system refuses to Holdfast itself;
-    any other error with its traceback, without the frames above the script's own.
-    """
-    frames = _script_frames(error.__traceback__, script)
-    if isinstance(error, SystemExit):
-        message, text = f"{script.name} ended with sys.exit({error.code!r})", ""
-    elif isinstance(error, KeyboardInterrupt):
-        message, text = f"{script.name} was interrupted", ""
-    elif isinstance(error, HoldfastError) and not isinstance(error, InternalError):
-        where = _line_in(frames, script)
-        message, text = f"{error}{where}", ""
-    elif _is_ours(error.__traceback__) and (refused := refusal(error)):
-        message, text = f"{refused}{_line_in(frames, script)}", ""
-    else:
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        message += hint_for(message)
-    exit_code = 2 if isinstance(error, ConfigError) else 1
-    is_loss = is_of_lost_ranks(error)
-    return ScriptFailed(
-        exit_code=exit_code, message=message, traceback=text, is_bug=is_bug(error) and not is_loss, is_loss=is_loss
-    )
-
-
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_STDLIB = os.path.dirname(os.__file__) + os.sep
-_INSTALLED = re.compile(r"/(site|dist)-packages/")
-_BELOW_US = re.compile(r"/(site|dist)-packages/(torch|numpy)/")
-
-
-def is_bug(error: BaseException) -> bool:
-    """Return whether the script would raise ``error`` again, as opposed to one that other machines or a later try avoid.
-
-    Lost workers, unreachable storage, a full disk and lack of memory or of threads may pass. Nothing is known of an exit
-    code of the script's own.
-    """
-    if isinstance(error, HoldfastError):
-        return isinstance(error, ScriptError)
-    if isinstance(error, OSError):
-        return error.errno in _WRONG_PATH
-    may_be_refused = isinstance(error, MemoryError | RuntimeError) or _is_ours(error.__traceback__)
-    may_pass = (may_be_refused and bool(refusal(error))) or type(error).__name__ == "OutOfMemoryError"  # torch's
-    return isinstance(error, Exception) and not may_pass
-
-
-def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType | None:
-    """Drop the frames above the script's own; all of them if the script never ran."""
-    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
-        frames = frames.tb_next
-    return frames
-
-
-def _is_ours(frames: TracebackType | None) -> bool:
-    """Return whether Holdfast raised, or what it called of Python, torch or numpy; not the script, nor what that brings."""
-    deepest = ""
-    while frames is not None:
-        name = frames.tb_frame.f_code.co_filename
-        is_python = name.startswith((_STDLIB, "<frozen ")) and not _INSTALLED.search(name)
-        if not (is_python or _BELOW_US.search(name)):
-            deepest = name
-        frames = frames.tb_next
-    return deepest.startswith(_PACKAGE)
-
-
-def _line_in(frames: TracebackType | None, script: Path) -> str:
-    """Return the line of ``script`` that raised, from the deepest of its frames, as ``" (train.py, line 12)"``."""
-    line = 0
-    while frames is not None:
-        if frames.tb_frame.f_code.co_filename == str(script):
-            line = frames.tb_lineno
-        frames = frames.tb_next
-    return f" ({script.name}, line {line})" if line else ""
 
 
 def _leave(exit_code: int) -> NoReturn:

@@ -33,19 +33,21 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import json
 import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.errors import StoreLost
+from holdfast.launch.fleet.base import JobStart, NodeChanges, RemoteRecord
+from holdfast.launch.fleet.node_health import NodeCheck
+from holdfast.launch.fleet.rendezvous import LauncherInfo, Rendezvous
+from holdfast.launch.health.deaths import DeathRegister
 from holdfast.launch.job import Job
-from holdfast.launch.node_health import NodeCheck
-from holdfast.launch.rendezvous import LauncherInfo, Rendezvous
+from holdfast.launch.job_state import JobState
 from holdfast.membership import Store
 from holdfast.membership.relay import Relay
 from holdfast.membership.store import derive_key
@@ -57,17 +59,6 @@ FENCE_LEASES = 2.0
 """A node that is cut off detects it within one lease, and has killed its workers within two."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobStart:
-    """One start of the job: the workers' store, all ranks, those of this node, and those alive when it joins."""
-
-    store: str
-    token: str
-    ranks: tuple[int, ...]
-    own: tuple[int, ...]
-    alive: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class _Node:
     """Another launcher, as known here."""
@@ -75,15 +66,6 @@ class _Node:
     seat: int
     ranks: tuple[int, ...] = ()
     is_lost: bool = False
-
-
-@dataclass(slots=True)
-class NodeChanges:
-    """Changes since the last call: lost nodes with their workers; workers whose launchers ended in order; newcomers."""
-
-    lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    parted: tuple[int, ...] = ()
-    newcomers: tuple[int, ...] = ()
 
 
 class NodeGroup(Rendezvous):
@@ -114,8 +96,12 @@ class NodeGroup(Rendezvous):
 
     @property
     def store_lost(self) -> str:
-        """Why this node can no longer take part, or ""."""
         return self.store.lost or (self._members.lost if self._members is not None else "") or self.seat_lost
+
+    @property
+    def grace_s(self) -> float:
+        """See :attr:`Fleet.grace_s`: without this launcher, the node is lost when its lease expires."""
+        return self.job.grace_s if self.is_needed else min(self.job.grace_s, self.job.node_timeout_s)
 
     def close(self) -> None:
         """Close the workers' store, too."""
@@ -131,9 +117,9 @@ class NodeGroup(Rendezvous):
     # -- starts
 
     def begin(self, number: int) -> JobStart:
-        """Take part in the start of the job with this number."""
         self._close_members()
-        self._members = self.open_members(number)
+        self._members = self._open(self._run, str(number))
+        self.deaths = DeathRegister(self._members, self.store if self.job.nnodes > 1 else None, number, self._me)
         placement = self._nodes_of_workers(number)
         self.number = number
         self._own = () if self.is_late else tuple(rank for rank, node in placement.items() if node == self._me)
@@ -153,8 +139,8 @@ class NodeGroup(Rendezvous):
 
     def _members_address(self, number: int) -> tuple[str, str]:
         """Return the URL of the workers' store and its token: with several nodes, those of a relay on this one."""
-        if self._job.nnodes == 1:
-            return self.url(number), self.token
+        if self.job.nnodes == 1:
+            return f"{self._url}/{self._run}/{number}", self.token
         assert self._members is not None
         job, token = str(number), self._workers_token(number)
         self._relay = Relay(
@@ -176,9 +162,14 @@ class NodeGroup(Rendezvous):
     def _nodes_of_workers(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
         if number == 0:
-            homes = {rank: self._job.home(rank) for rank in self._job.ranks}
+            homes = {rank: self.job.home(rank) for rank in self.job.ranks}
             return {rank: node for rank, node in homes.items() if self._has_begun(node)}
         return {int(rank): node for rank, node in self.read(f"start/{number}").items()}
+
+    def restart_on(self, state: JobState) -> tuple[int, ...]:
+        ranks = super().restart_on(state)
+        may_restart = not self.store_lost and self.number < self.job.max_restarts
+        return self.agree_on_restart(self.number + 1, ranks) if may_restart else ranks
 
     def agree_on_restart(self, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the ranks of restart ``number``; the first proposal decides.
@@ -186,25 +177,23 @@ class NodeGroup(Rendezvous):
         Waits until nodes that were lost have certainly killed their workers.
         """
         if self._lost_s is not None:
-            fence_s = self._lost_s + FENCE_LEASES * self._job.node_timeout_s - time.monotonic()
+            fence_s = self._lost_s + FENCE_LEASES * self.job.node_timeout_s - time.monotonic()
             self.store.wait(lambda: self.store.get(f"start/{number}"), max(0.0, fence_s))
         there = self.there()
         placement = {rank: node for node, info in sorted(there.items()) for rank in info.ranks if rank in ranks}
         for rank in sorted(set(ranks) - placement.keys()):  # a new worker is placed on the node with the fewest workers
             counts = {node: list(placement.values()).count(node) for node in sorted(there)}
             emptiest = min(counts, key=lambda node: counts[node])
-            if self._job.is_managed and counts[emptiest] >= len(self._job.ranks) // self._job.nnodes:
+            if self.job.is_managed and counts[emptiest] >= len(self.job.ranks) // self.job.nnodes:
                 break  # the missing nodes will come with workers of their own
             placement[rank] = emptiest
         self.store.create(f"start/{number}", json.dumps(dict(sorted(placement.items()))))
         return tuple(self._nodes_of_workers(number))
 
     def is_restarted(self) -> bool:
-        """Return whether a launcher has decided to restart the job."""
         return self.store.get(f"start/{self.number + 1}") is not None
 
     def free_number(self, least: int) -> int:
-        """Return an unused rank for a newcomer of this node, at least ``least``."""
         while not self.store.create(f"number/{least}", str(self._me)):
             least += 1
         self._own = (*self._own, least)
@@ -212,36 +201,30 @@ class NodeGroup(Rendezvous):
         return least
 
     def note_start(self, slices: int, order: str) -> None:
-        """Record the job's number of slices and its order of additions, for launchers that come late and for restarts."""
-        if self.slices == 0:
+        if self.begun is None:
             with contextlib.suppress(StoreLost):  # then no launcher will come
                 self.store.create("order", order)
                 self.store.create("slices", str(slices))
 
     @property
-    def slices(self) -> int:
-        """Slices of the job, 0 before training has begun."""
-        return int(self.store.get("slices") or 0)
-
-    @property
-    def order(self) -> str:
-        """Order in which the job adds gradients, "" before training has begun."""
-        return self.store.get("order") or ""
+    def begun(self) -> tuple[int, str] | None:
+        slices = self.store.get("slices")
+        return None if slices is None else (int(slices), self.store.get("order") or "")
 
     # -- record replication
 
-    def publish(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> None:
-        """Publish the records of this node's workers, with the last positions of workers that have ended."""
-        if self._job.nnodes > 1:
-            self._replication.publish(self.number, records)
+    def exchange(self, records: Sequence[tuple[Record, BeaconPosition | None]]) -> NodeChanges:
+        changes = NodeChanges()
+        if self.job.nnodes > 1 and not self.store_lost:
+            with contextlib.suppress(StoreLost):  # detected at the next check
+                self._replication.publish(self.number, records)
+                self.poll(changes)
+                changes.records = self._replication.receive(self._others)
+        return changes
 
-    def receive(self) -> list[RemoteRecord]:
-        """Return the records that the other launchers published since the last call."""
-        return self._replication.receive(self._others)
-
-    def poll(self) -> NodeChanges:
-        """Return the changes of the other nodes since the last call, after notifying the workers of failed ranks."""
-        there, changes = self.there(), NodeChanges()
+    def poll(self, changes: NodeChanges) -> None:
+        """Note the changes of the other nodes since the last call, after notifying the workers of failed ranks."""
+        there = self.there()
         for node, peer in self._others.items():
             now = there.get(node)
             if not peer.is_lost and (now is None or now.seat != peer.seat):
@@ -250,7 +233,6 @@ class NodeGroup(Rendezvous):
                 newcomers = tuple(rank for rank in self._ranks(now) if rank not in peer.ranks)
                 peer.seat, peer.ranks, peer.is_lost = now.seat, (*peer.ranks, *newcomers), False
                 changes.newcomers += newcomers
-        return changes
 
     def _ranks(self, seated: LauncherInfo) -> tuple[int, ...]:
         """Return the workers of a node in this start; a launcher that has not begun it still names those of the last."""
@@ -259,10 +241,9 @@ class NodeGroup(Rendezvous):
     def _lose(self, node: int, peer: _Node, changes: NodeChanges) -> None:
         peer.is_lost = True
         # Workers that another launcher has just given up are lost here, too; workers whose launcher saw them end are not.
-        left = tuple(rank for rank in peer.ranks if self.store.get(f"gone/{self.number}/{rank}") != str(node))
+        left = tuple(rank for rank in peer.ranks if self.deaths.noted_by(rank) != str(node))
         for rank in left:
-            self.died(rank, f"node {node} is lost")
-            self.ended(rank)
+            self.deaths.note_end(rank, f"node {node} is lost")
         peer.ranks = ()
         if self.store.get(f"bye/{node}/{peer.seat}") is not None:
             changes.parted += left
@@ -271,71 +252,54 @@ class NodeGroup(Rendezvous):
             self._lost_s = time.monotonic()
             changes.lost[node] = left
 
-    def died(self, rank: int, why: str) -> None:
-        """Notify the workers that ``rank`` has failed."""
-        if self._members is not None:
-            _report_death(self._members, rank, why)
-
-    def death_reporter(self) -> Callable[[int, str], None]:
-        """Return :meth:`died` for this start only, for any thread: a late report does not reach the workers of the next."""
-        assert self._members is not None, "no start has begun"
-        return functools.partial(_report_death, self._members)
-
-    def ended(self, rank: int) -> None:
-        """Record for launchers that come late that a worker has ended."""
-        if self._job.nnodes > 1:
-            self.store.put(f"gone/{self.number}/{rank}", str(self._me))
-
     # -- conditions of all nodes
 
     def post(self, what: str, *, true: bool) -> None:
-        """Publish whether a condition holds for this node."""
-        if self._job.nnodes == 1 or true == (what in self._posted):
+        if self.job.nnodes == 1 or true == (what in self._posted) or self.store_lost:
             return
         key = f"says/{self._me}/{what}"
-        if true:
-            self._posted.add(what)
-            self.store.put(key, str(self.number))
-        else:
-            self._posted.discard(what)
-            self.store.delete(key)
+        with contextlib.suppress(StoreLost):  # detected at the next check
+            if true:
+                self._posted.add(what)
+                self.store.put(key, str(self.number))
+            else:
+                self._posted.discard(what)
+                self.store.delete(key)
 
     def all_posted(self, what: str, nodes: Sequence[int] | None = None) -> bool:
-        """Return whether a condition holds for ``nodes``, or for all other nodes that are not lost."""
         wanted = [node for node, peer in self._others.items() if not peer.is_lost] if nodes is None else nodes
         return all(self.store.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
 
     def is_first(self) -> bool:
-        """Return whether this node is the first of those that are not lost."""
         return all(peer.is_lost or node > self._me for node, peer in self._others.items())
 
     def any_posted(self, what: str) -> bool:
-        """Return whether a condition holds for any other node that is not lost."""
         return any(self.all_posted(what, [node]) for node, peer in self._others.items() if not peer.is_lost)
 
     def ranks_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the other nodes that have these workers."""
         return tuple(node for node, peer in self._others.items() if not set(ranks).isdisjoint(peer.ranks))
 
-    def ask_all_to_stop(self) -> None:
-        """Make the whole job save and stop."""
-        with contextlib.suppress(StoreLost):  # then all stop anyway
-            self.store.put("stop", "1")
+    def stop_all(self) -> bool:
+        """See :meth:`Fleet.stop_all`: it cannot continue without this launcher, or once all of them are to stop."""
+        if self.job.nnodes == 1 or self.store_lost:
+            return self.is_needed
+        self.post("stops", true=True)
+        if not self.is_stopping() and (self.is_needed or self.all_posted("stops")):
+            with contextlib.suppress(StoreLost):  # then all stop anyway
+                self.store.put("stop", "1")
+        return self.is_stopping()
 
     def is_stopping(self) -> bool:
-        """Return whether the whole job must save and stop."""
         return self.store.get("stop") is not None
 
     # -- changes to the running job
 
     def request(self, changes: Mapping[str, Any]) -> None:
-        """Request changes; all launchers see them in the same order."""
         number, text = self._requests, json.dumps(changes)
         while not self.store.create(f"asked/{number}", text):
             number += 1
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the changes requested since the last call, on any node."""
         new = []
         while (text := self.store.get(f"asked/{self._requests}")) is not None:
             self._requests += 1
@@ -343,35 +307,19 @@ class NodeGroup(Rendezvous):
         return new
 
     def ask_to_leave(self, rank: int) -> None:
-        """Make the launcher of a worker ask it to leave."""
         self.store.put(f"leave/{rank}", str(self._me))
 
     def is_leaving(self) -> tuple[int, ...]:
-        """Return the workers of this node that are asked to leave; each is returned once."""
         leavers = tuple(rank for rank in self._own if self.store.get(f"leave/{rank}") is not None)
         for rank in leavers:
             self.store.delete(f"leave/{rank}")
         return leavers
 
 
-def _report_death(members: Store, rank: int, why: str) -> None:
-    with contextlib.suppress(StoreLost):  # then no worker continues
-        members.put(f"dead/{rank}", why)
-
-
 _SLOTS = 4096
 """Number of record batches that a launcher may lag behind another; at most fifty are published per second."""
 _BATCH_BYTES = 1 << 18
 _LONG = 1 << 12
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteRecord:
-    """A record of another node's worker, its start of the job, and the last position of a worker that ended."""
-
-    start: int
-    record: Record
-    position: BeaconPosition | None = None
 
 
 class RecordReplication:

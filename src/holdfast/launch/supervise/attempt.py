@@ -10,26 +10,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.base.system_errors import error_of_a_new_file, is_limit
 from holdfast.config import RESPAWNS, Settings
 from holdfast.engine.start_rank import CHOSEN_ALONE, LOOPBACK
-from holdfast.launch.fork_protocol import FORK_SERVER
-from holdfast.launch.fork_server import ForkServer
-from holdfast.launch.gpus import for_workers
+from holdfast.launch.fleet.base import Fleet
 from holdfast.launch.hash_seed import HASH_SEED, hash_seed
-from holdfast.launch.job import Job
-from holdfast.launch.killed_workers import KilledWorkers
-from holdfast.launch.mpi_hosts import MpiHosts
-from holdfast.launch.processes import Process, WatchedWorker, end, end_without_files, pair_path, start, this_node
+from holdfast.launch.health.deaths import KilledWorkers
+from holdfast.launch.health.stacks import stack_path
+from holdfast.launch.health.starting import StartupStatus
 from holdfast.launch.run_paths import RunPaths
-from holdfast.launch.slots import Slots
-from holdfast.launch.stacks import stack_path
-from holdfast.launch.starting import StartupStatus
-from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
+from holdfast.launch.supervise.fork_protocol import FORK_SERVER
+from holdfast.launch.supervise.fork_server import ForkServer
+from holdfast.launch.supervise.gpus import for_workers
+from holdfast.launch.supervise.processes import Process, WatchedWorker, end_without_files, pair_path, start
+from holdfast.launch.supervise.slots import Slots
+from holdfast.launch.supervise.tail import LineTail, RecordTail
+from holdfast.launch.supervise.worker_context import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
 from holdfast.records.beacon import UNCONNECTED, Beacon, BeaconPosition
 from holdfast.records.paths import beacon_path, records_path
 from holdfast.records.types import Record, WorkerEnded
@@ -51,53 +50,44 @@ class JobAttempt:
         OSError: if the system cannot start a process; none is left behind.
 
     Args:
-        job: The job to run.
+        fleet: The machines.
         settings: Settings of this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
         ranks: Ranks that this start begins with.
         paths: Directories of the run.
-        all_stop: Whether all workers of the job stop when this launcher dies, or only its own.
-        hosts: Hosts that mpirun uses; None for this machine only.
         fork_server: Forks the workers of this machine; None: each starts and imports torch on its own.
-        report_killed: Called in another thread with the rank of a worker that was killed, and the cause of its death,
-            earlier than its record is read; None: that is of no use.
     """
 
     def __init__(
         self,
-        job: Job,
+        fleet: Fleet,
         settings: Settings,
         ranks: Sequence[int],
         paths: RunPaths,
-        *,
-        all_stop: bool = True,
-        hosts: MpiHosts | None = None,
         fork_server: ForkServer | None = None,
-        report_killed: Callable[[int, str], None] | None = None,
     ) -> None:
+        job = fleet.job
         self._run_dir = run_dir = paths.run_dir
-        self._killed = None if report_killed is None else KilledWorkers(run_dir, report_killed)
-        self._hosts = hosts
+        self._killed = KilledWorkers(run_dir, fleet.deaths)
+        self._fleet = fleet
         self.fork_server = fork_server
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
         for rank in ranks:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank), stack_path(run_dir, rank)):
                 stale.unlink(missing_ok=True)
-        self._log = paths.log_dir / "mpirun.log"
+        self._log = paths.mpirun_log
         self._locks = paths.locks
-        self._env = _environment(settings, paths, job.grace_s)
-        self._env[ALL_STOP] = str(int(all_stop))
+        self._env = _environment(settings, paths, fleet.grace_s) | {ALL_STOP: str(int(fleet.is_needed))}
         if job.nnodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             self._env[CHOSEN_ALONE] = f"{self._env.get('MASTER_ADDR', LOOPBACK)}:{self._env['MASTER_PORT']}"
         if fork_server is not None:
             self._env |= fork_server.variables
-        self._env |= for_workers(job.gpus, one_process=job.is_virtual, elsewhere=hosts is not None)
+        self._env |= for_workers(job.gpus, one_process=job.is_virtual, elsewhere=bool(job.hosts))
         self._slots = Slots(ranks, job.settings.workers + job.settings.spares)
         if job.max_respawns:
             self._env[RESPAWNS] = str(job.max_respawns)
-        if hosts is not None:
-            self._env[LAUNCHER_NODE] = f"{this_node()} {time.time() - time.monotonic() + settings.origin_s}"
-            self._env.setdefault("MASTER_ADDR", hosts.left[0].name)
-        self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
+        self._env |= fleet.variables(settings.origin_s)
+        worker = [sys.executable, "-m", "holdfast.launch.supervise.starter", *job.words]
+        self._command = [*job.fabric.launch_command(len(ranks), fleet.mpirun_words(self._env)), *worker]
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}
         self._pairs: dict[int, WatchedWorker] = {}
@@ -169,7 +159,7 @@ class JobAttempt:
     def watch_connected(self, ranks: Iterable[int]) -> None:
         """From now on report it at once if one of these workers, which are connected, is killed."""
         for rank in ranks:
-            if self._killed is not None and (pair := self._pair_here(rank)) is not None:
+            if (pair := self._pair_here(rank)) is not None:
                 self._killed.watch(rank, pair.worker)
 
     def sign(self, rank: int, position: BeaconPosition | None) -> StartupStatus:
@@ -229,16 +219,16 @@ class JobAttempt:
         if pair is None:
             return None
         self._pairs[rank] = pair
-        return pair if self._hosts is None else self._hosts.reach(pair)
+        return self._fleet.reach(pair)
 
     def _pair_here(self, rank: int) -> WatchedWorker | None:
         """Return the processes of ``rank`` if they are on this machine."""
         pair = self.pair(rank)
-        return pair if pair is not None and pair.node in ("", this_node()) else None
+        return pair if pair is not None and pair.is_here else None
 
-    def pairs(self) -> list[WatchedWorker]:
-        """Return the processes of all workers that have started."""
-        return [pair for rank in self.processes if (pair := self.pair(rank)) is not None]
+    def pairs(self) -> dict[int, WatchedWorker]:
+        """Return the processes of all workers that have started, by rank."""
+        return {rank: pair for rank in self.processes if (pair := self.pair(rank)) is not None}
 
     def pids(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the PIDs of those ``ranks`` that have started."""
@@ -269,8 +259,7 @@ class JobAttempt:
 
     def end(self) -> None:
         """Kill every process that still runs."""
-        if self._killed is not None:
-            self._killed.close()
+        self._killed.close()
         is_blind = error_of_a_new_file() is not None  # it cannot look at a process, and would take each for ended
         try:
             if not is_blind:
@@ -286,7 +275,7 @@ class JobAttempt:
         self._hear_watchers()
         server = None if self.fork_server is None else self.fork_server.process
         forked_by = server.pid if server is not None and server.poll() is None else None
-        (end if self._hosts is None else self._hosts.end)(self._started, self.pairs(), forked_by)
+        self._fleet.end(self._started, list(self.pairs().values()), forked_by)
 
     def _hear_watchers(self) -> None:
         """Wait briefly for what watchers are about to record: survivors can know of a death, and fail, before they do."""
@@ -380,14 +369,14 @@ class AttemptFiles:
 
         ``last`` includes those of workers whose files are closed.
         """
-        new = [record for tail in self._record_tails() for record in tail.read()]
+        new = [record for tail in self._record_tails() for record in tail.records()]
         for record in new:
             if isinstance(record, WorkerEnded) and self._is_of_this_start(record):
                 self.end(record.rank)
         self._close_ended()
         if last:
             for _, files in self._closed_again():
-                new += [record for tail in (files.watch, files.own) if tail is not None for record in tail.read()]
+                new += [record for tail in (files.watch, files.own) if tail is not None for record in tail.records()]
         return sorted(new, key=lambda record: (isinstance(record, WorkerEnded), record.t_s))
 
     def _is_of_this_start(self, ended: WorkerEnded) -> bool:
@@ -441,11 +430,6 @@ class AttemptFiles:
         """Close the files."""
         for files in (*self._open.values(), *self._closed.values()):
             files.close()
-
-
-def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[str]:
-    worker = [sys.executable, "-m", "holdfast.launch.starter", *job.words]
-    return [*job.fabric.launch_command(num_workers, hosts), *worker]
 
 
 # Gradients are freed and reallocated in every step. If glibc returned their pages to the system in between, each page

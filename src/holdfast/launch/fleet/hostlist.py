@@ -9,9 +9,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from holdfast.errors import ConfigError
+from holdfast.errors import refuse
 
 SLURM = "slurm"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -45,14 +44,14 @@ def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, 
         lines = (line.partition("#")[0].strip() for line in Path(text).read_text(errors="replace").splitlines())
         hosts = [_host(re.sub(r"\s+slots\s*=\s*", ":", line)) for line in lines if line]
     elif "/" in text:
-        _refuse(f"--hosts: there is no file {text}")
+        refuse(f"--hosts: there is no file {text}")
     else:
         hosts = [_host(word.strip()) for word in text.split(",")]
     if not hosts:
-        _refuse(f"--hosts {text} names no host")
+        refuse(f"--hosts {text} names no host")
     twice = {host.name for host in hosts if [other.name for other in hosts].count(host.name) > 1}
     if twice:
-        _refuse(f"--hosts names {', '.join(sorted(twice))} twice; give all its workers as one number, HOST:N")
+        refuse(f"--hosts names {', '.join(sorted(twice))} twice; give all its workers as one number, HOST:N")
     return tuple(hosts)
 
 
@@ -66,9 +65,9 @@ def _is_file(text: str) -> bool:
 def _host(word: str) -> Host:
     name, colon, slots = word.partition(":")
     if not _NAME.fullmatch(name):
-        _refuse(f"--hosts must be HOST:WORKERS[,HOST:WORKERS...], a file of such lines, or {SLURM}; got {word!r}")
+        refuse(f"--hosts must be HOST:WORKERS[,HOST:WORKERS...], a file of such lines, or {SLURM}; got {word!r}")
     if colon and not (_NUMBER.fullmatch(slots) and 1 <= int(slots) <= 1024):
-        _refuse(f"--hosts: the number of workers of {name} must be from 1 to 1024, got {slots!r}")
+        refuse(f"--hosts: the number of workers of {name} must be from 1 to 1024, got {slots!r}")
     return Host(name, int(slots) if colon else 1)
 
 
@@ -76,19 +75,15 @@ def _of_slurm(env: Mapping[str, str]) -> list[Host]:
     nodes, tasks = env.get("SLURM_JOB_NODELIST", ""), env.get("SLURM_TASKS_PER_NODE", "")
     if not nodes or shutil.which("scontrol") is None:
         what = "scontrol is not on PATH" if nodes else "SLURM_JOB_NODELIST is not set"
-        _refuse(f"--hosts {SLURM} needs a Slurm allocation, and {what}")
+        refuse(f"--hosts {SLURM} needs a Slurm allocation, and {what}")
     shown = subprocess.run(
         ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60, check=False
     )
     if shown.returncode:
-        _refuse(f"--hosts {SLURM}: scontrol show hostnames {nodes} failed: {shown.stderr.strip()}")
+        refuse(f"--hosts {SLURM}: scontrol show hostnames {nodes} failed: {shown.stderr.strip()}")
     names = shown.stdout.split()
     matches = [_TASKS.fullmatch(part) for part in tasks.split(",")]
     slots = [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
     if len(slots) != len(names) or None in matches:
-        _refuse(f"--hosts {SLURM}: SLURM_TASKS_PER_NODE={tasks!r} does not match the {len(names)} nodes of {nodes}")
+        refuse(f"--hosts {SLURM}: SLURM_TASKS_PER_NODE={tasks!r} does not match the {len(names)} nodes of {nodes}")
     return [Host(name, number) for name, number in zip(names, slots, strict=True)]
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)

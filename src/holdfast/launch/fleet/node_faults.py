@@ -12,40 +12,24 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import Fault, FaultPlan, mtbf_schedule
-from holdfast.launch import network_partition as cut
-from holdfast.launch.attempt import JobAttempt
+from holdfast.launch.fleet import network_partition as cut
 from holdfast.launch.job import Job
-from holdfast.launch.processes import end_at_once
 from holdfast.launch.record_bus import RecordBus, RunState
+from holdfast.launch.supervise.attempt import JobAttempt
+from holdfast.launch.supervise.processes import end_at_once
+from holdfast.membership.store import address_towards
 from holdfast.records.beacon import UNCONNECTED
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired
-
-
-class KillSchedule:
-    """Schedule of kills, counted from ``begin_s``."""
-
-    def __init__(self, schedule: Iterator[tuple[float, int]], begin_s: float) -> None:
-        self._schedule = schedule
-        self._begin_s = begin_s
-        self._next = next(schedule, None)
-
-    def due(self, now_s: float) -> int | None:
-        """Return the worker to kill now, or None; each victim is returned once."""
-        if self._next is None or now_s - self._begin_s < self._next[0]:
-            return None
-        _, victim = self._next
-        self._next = next(self._schedule, None)
-        return victim
 
 
 def kill_worker(
@@ -66,39 +50,21 @@ def kill_worker(
     return pair.worker.send(signal.SIGKILL)
 
 
-class RandomKiller:
-    """Kills random workers from the first committed step on (``--mtbf``)."""
-
-    def __init__(self, run: RunState, bus: RecordBus) -> None:
-        self._run = run
-        self._bus = bus
-        self._kills: KillSchedule | None = None
-
-    def kill(self, attempt: JobAttempt) -> bool:
-        """Kill the worker that is due; return whether one was killed."""
-        run, now_s = self._run, self._run.clock.now_s()
-        if self._kills is None and run.job.mtbf_s and self._bus.progress.commit is not None:
-            schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
-            self._kills = KillSchedule(schedule, now_s)
-        victim = None if self._kills is None else self._kills.due(now_s)
-        if victim is None or victim not in run.state.living():
-            return False
-        return kill_worker(run, self._bus, attempt, victim)
-
-
 _HEARD_S = 0.2
 """The other launchers poll far more often, and the store may be hosted here."""
 _HEAL_S = 30.0
 
 
-class NodeFaults:
-    """Injects the planned faults of this node, when its workers request them."""
+class FaultInjector:
+    """Injects the planned faults of this node, when its workers request them, and random kills (``--mtbf``)."""
 
     def __init__(self, run: RunState, bus: RecordBus, plan: FaultPlan) -> None:
         self._run = run
         self._bus = bus
         self._planned = {n: fault for n, fault in enumerate(plan.faults) if fault.node == run.job.node_rank}
         self._cuts: list[subprocess.Popen[bytes]] = []
+        self._kills: deque[tuple[float, int]] | None = None
+        """When to kill which worker; None until the first step is committed."""
 
     def strike(self, attempt: JobAttempt) -> None:
         """Inject the faults that workers have requested."""
@@ -111,6 +77,17 @@ class NodeFaults:
                     end_at_once(spared=[process.pid for process in self._cuts])
                 self._cut(fault)
                 request.unlink()
+
+    def kill_random(self, attempt: JobAttempt) -> bool:
+        """Kill the worker that is due; return whether one was killed."""
+        run, now_s = self._run, self._run.clock.now_s()
+        if self._kills is None and run.job.mtbf_s and self._bus.progress.commit is not None:
+            schedule = mtbf_schedule(run.job.mtbf_s, run.job.settings.seed, range(run.job.workers))
+            self._kills = deque((now_s + after_s, victim) for after_s, victim in schedule)
+        if not self._kills or now_s < self._kills[0][0]:
+            return False
+        _, victim = self._kills.popleft()
+        return victim in run.state.living() and kill_worker(run, self._bus, attempt, victim)
 
     def close(self) -> None:
         """Restore the network."""
@@ -185,10 +162,7 @@ def _own_addresses(job: Job, fault: Fault) -> list[str]:
     addresses = []
     for host, port in _store_addresses(job.rdzv):
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                addresses.append(str(probe.getsockname()[0]))
+            addresses.append(address_towards(host, port))
         except OSError as error:
             _refuse(fault, f"the network that leads to {host}:{port} (--rdzv) is unknown: {error.strerror}")
     return addresses

@@ -1,0 +1,1 @@
+"""The workers of a machine: how they are started, watched, and ended."""
