@@ -174,17 +174,11 @@ class Deeds:
         self.training = training
         self.deeds = [deed.split(":") for deed in deeds]
 
-    def at_point(self, name):
-        step = self.training.session._job.checkpoints.step
+    def at_point(self, name, step=None):
+        """Carry out the deeds that are due at a point of the checkpoint in progress, or of ``step``."""
+        step = self.training.session._job.checkpoints.step if step is None else step
         for what, when, who in self.deeds:
             if what.endswith(f"@{name}") and int(when) == step and who in (str(self.training.session.rank), "all"):
-                self.do(what.partition("@")[0])
-
-    def after_loop(self):
-        """Carry out the deeds that are due after the loop that ended before this step."""
-        session = self.training.session
-        for what, when, who in self.deeds:
-            if what.endswith("@loop") and int(when) == session.step and who in (str(session.rank), "all"):
                 self.do(what.partition("@")[0])
 
     def in_recovery(self):
@@ -293,4 +287,4 @@ if __name__ == "__main__":
         time.sleep(options.step_s)
         deeds.in_step(step)
 
-    training.run(each, deeds.after_loop)
+    training.run(each, lambda: deeds.at_point("loop", training.session.step))

@@ -32,10 +32,23 @@ from pathlib import Path
 
 PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
 """As the fork server does."""
-OF_LAUNCHER = ("typer._adapters", "pydantic.json_schema", "holdfast.cli.app", "holdfast.launch.launcher")
-OF_REPORT = ("holdfast.observe.page.pages", "holdfast.observe.terminal.bar", "holdfast.tools.debug.bundle_writer")
-ALSO = ("jinja2", "matplotlib.figure", "matplotlib.backends.backend_svg", "sklearn.datasets", "sklearn.model_selection")
-"""What most reports and the scripts of most tests import; sklearn takes as long as torch."""
+OF_LAUNCHER = (
+    "holdfast.cli.app",
+    "holdfast.launch.launcher",
+    "holdfast.observe.page.pages",
+    "holdfast.observe.terminal.bar",
+    "holdfast.tools.debug.bundle_writer",
+)
+ALSO = (
+    "typer._adapters",
+    "pydantic.json_schema",
+    "jinja2",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_svg",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+)
+"""What launchers, reports and the scripts of most tests import, where it is there; sklearn takes as long as torch."""
 READ_AT_START = re.compile(
     r"(?:MPL|PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|BLIS_|TORCH|PYTORCH_|CUDA_|MALLOC_|GLIBC_)"
 )
@@ -161,7 +174,7 @@ def serve(listener):
     """Import torch, then fork a launcher for each request; return in the launcher, with what it is asked for."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     gc.disable()
-    for name in (*PRELOADED, *OF_LAUNCHER, *OF_REPORT):
+    for name in (*PRELOADED, *OF_LAUNCHER):
         importlib.import_module(name)
     for name in ALSO:
         with contextlib.suppress(ModuleNotFoundError):  # not in every environment that runs tests

@@ -46,7 +46,7 @@ class _Answered:
         self._answer = answer
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        successor = _successor_of(self.successor)
+        successor = _successor_of(self)
         if self.successor is None:
             self._answer()
         elif callable(successor):
