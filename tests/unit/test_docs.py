@@ -127,16 +127,6 @@ def test_the_explanation_names_files_that_are_there():
     assert [name for name in named if not any((place / name).exists() for place in (source, source.parent))] == []
 
 
-def test_the_architecture_page_has_a_row_for_every_room():
-    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    source, lab_source = ROOT / "src" / "holdfast", ROOT / "src" / "holdfast_lab"
-    rooms = [p.name + "/" for p in source.iterdir() if p.is_dir() and list(p.glob("*.py"))]
-    rooms += [p.name for p in source.glob("*.py") if not p.name.startswith("__")]
-    rooms += [f"holdfast_lab/{p.name}/" for p in lab_source.iterdir() if p.is_dir() and list(p.glob("*.py"))]
-
-    assert [room for room in sorted(rooms) if f"| `{room}` |" not in text] == []
-
-
 def test_every_choice_of_a_setting_is_documented():
     from holdfast import config as settings
     from holdfast.base.options import declared
