@@ -41,7 +41,7 @@ from holdfast.distributed.long_waits import LongWaits
 from holdfast.distributed.meeting import Meeting
 from holdfast.distributed.members import WORLD, GroupMembers, GroupReducer
 from holdfast.distributed.recorder import GroupRecorder
-from holdfast.distributed.tasks import Collective, P2PTransfer, ranks_lost
+from holdfast.distributed.tasks import Collective, P2PTransfer, error_after, ranks_lost
 from holdfast.distributed.work import COMPLETES_FUTURES, PendingWork
 from holdfast.engine import exits
 from holdfast.engine.endpoint import endpoint_of
@@ -50,13 +50,12 @@ from holdfast.errors import ConfigError, HoldfastError, PeerFailed, RanksLost, S
 from holdfast.records.beacon import publish_connecting
 from holdfast.recovery.messages import Done, Progress
 from holdfast.recovery.regroup import RegroupLine
+from holdfast.recovery.retry import CollectiveProgress, Retry
 
 _LOOK_EVERY_S = 0.05
 """Interval at which an idle thread checks whether peers have seen a failure: they cannot continue without this rank."""
 _POLL_S = 5e-5
 """Interval at which it polls messages in flight."""
-_ATTEMPTS = 4
-"""A collective that fails this often although no rank failed has another cause."""
 _START_WITHIN_S = Phase.TORCH_GROUP.value.fixed_s
 _LATE = "the communication thread did not answer"
 _WATCH_EVERY_S = 0.5
@@ -296,16 +295,18 @@ class CommThread(Regrouping):
                 job.call.exchange()
             except PeerFailed as error:
                 before = self.world.base.members
-                completed = self.recover()
+                completed = self.recover().get(group.key, -1)
                 failures += self.world.base.members == before and not self.joining.has_news
-                if group.broken:
-                    return HoldfastError(f"{job.what} timed out, or failed on another rank")
-                if completed.get(group.key, -1) > group.completed:
-                    return None  # completed on some rank, so all, including this one, have entered its last barrier
-                if failures >= _ATTEMPTS:
-                    return HoldfastError(f"{job.what} failed {failures} times although no rank failed: {error}")
-                if job.has_failed:
-                    return ranks_lost(job)
+                answer = CollectiveProgress(
+                    completed=completed,
+                    number=group.completed,
+                    is_broken=group.broken,
+                    has_lost=job.has_failed,
+                    failures=failures,
+                ).decide()
+                if answer is Retry.AGAIN:
+                    continue
+                return error_after(answer, job, failures, error)
             except (RanksLost, ScriptError) as error:  # raised on all ranks alike
                 return error
             except Exception as error:  # belongs to the caller of the collective

@@ -11,7 +11,8 @@ from holdfast.comm.base import Message
 from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import Fate
 from holdfast.distributed.work import PendingWork
-from holdfast.errors import RanksLost
+from holdfast.errors import HoldfastError, PeerFailed, RanksLost
+from holdfast.recovery.retry import Retry
 
 
 def nothing() -> None:
@@ -121,3 +122,16 @@ def ranks_lost(job: Collective | P2PTransfer) -> RanksLost:
     return RanksLost(
         f"{job.what} did not complete: {ranks} failed; alive: {', '.join(map(str, alive))}{advice}", dead, alive
     )
+
+
+def error_after(answer: Retry, job: Collective, failures: int, error: PeerFailed) -> Exception | None:
+    """Return why a collective that is not run again has no result; None if it has one."""
+    match answer:
+        case Retry.UNUSABLE:
+            return HoldfastError(f"{job.what} timed out, or failed on another rank")
+        case Retry.LOST:
+            return ranks_lost(job)
+        case Retry.NO_FAILURE:
+            return HoldfastError(f"{job.what} failed {failures} times although no rank failed: {error}")
+        case _:
+            return None
