@@ -531,3 +531,43 @@ def test_no_two_public_classes_have_the_same_name():
 
     assert len(places) > 300
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+AROUND_THE_CORE = {"distributed", "integrations", "observe", "tools"}
+MOST_LINES = {"core": 55_200, "runtime": 75_200, "laboratory": 36_000}
+"""Budgets. A room that is full is redrawn: growth in one place needs a deletion in another."""
+OF_RUNTIME = [path for path in FILES if path.is_relative_to(SOURCE / RUNTIME)]
+MOST_LINES_OF_FILE, MOST_LINES_OF_FUNCTION, MOST_PARAMETERS, MOST_LOOSE_MODULES = 500, 60, 10, 4
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_the_source_keeps_to_its_budgets_of_lines():
+    of_core = [path for path in OF_RUNTIME if path.relative_to(SOURCE).parts[1] not in AROUND_THE_CORE]
+    lines = {
+        "core": sum(map(lines_of, of_core)),
+        "runtime": sum(map(lines_of, OF_RUNTIME)),
+        "laboratory": sum(map(lines_of, FILES)) - sum(map(lines_of, OF_RUNTIME)),
+    }
+
+    assert {name: count for name, count in lines.items() if count > MOST_LINES[name]} == {}
+
+
+def test_no_file_and_no_function_is_longer_than_can_be_read_at_once():
+    long = {str(path.relative_to(SOURCE)): lines_of(path) for path in OF_RUNTIME if lines_of(path) > MOST_LINES_OF_FILE}
+    for path in OF_RUNTIME:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size, parameters = node.end_lineno - node.lineno + 1, len(node.args.args) + len(node.args.kwonlyargs)
+                if size > MOST_LINES_OF_FUNCTION or parameters > MOST_PARAMETERS:
+                    long[f"{path.relative_to(SOURCE)}:{node.name}"] = (size, parameters)
+
+    assert long == {}
+
+
+def test_few_modules_stand_beside_the_folders():
+    loose = {path.name for path in (SOURCE / RUNTIME).glob("*.py")} - {"__init__.py", "__main__.py"}
+
+    assert len(loose) <= MOST_LOOSE_MODULES, loose
