@@ -30,4 +30,5 @@ def test_an_output_that_differs_in_more_than_times_is_noticed():
     assert comparable(printed) != comparable(command.printed)
     assert comparable(printed) == comparable("lost rank 1 after 99 ms")
     late = "holdfast: after 30 s: waiting for 1 of 2 workers: importing torch\nholdfast: step 3 of 9 after 1 min 0 s\n"
+    late += "holdfast: rank 0 is slow: it takes 2.5 times as long as the other workers\nworker 0 was slow at step 6\n"
     assert comparable(late + "lost rank 1 after 99 ms") == comparable("lost rank 1 after 12 ms")

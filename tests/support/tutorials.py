@@ -105,13 +105,16 @@ def groups_of(blocks: list[Block]) -> list[list[Block]]:
     return groups
 
 
-PROGRESS = re.compile(r"^holdfast: (step \d+ of \d+ after|step \d+ after|after) .*\n", re.MULTILINE)
-"""Lines every 30 s, which only a busy machine prints of a short job."""
+OF_A_BUSY_MACHINE = re.compile(
+    r"^(holdfast: (step \d+ of \d+ after|step \d+ after|after) |(holdfast: rank|worker) \d+ (is|was) slow).*\n",
+    re.MULTILINE,
+)
+"""Lines every 30 s, and those about a slow worker."""
 
 
 def comparable(text: str) -> list[str]:
     """Return the lines of an output without what varies; workers print in any order, so the lines are sorted."""
-    text = PROGRESS.sub("", text)
+    text = OF_A_BUSY_MACHINE.sub("", text)
     for pattern, name in VARIES:
         text = pattern.sub(name, text)
     return sorted(line.rstrip() for line in text.splitlines() if line.strip())

@@ -312,7 +312,7 @@ def test_each_victim_is_killed_once_when_its_time_has_come(monkeypatch):
     job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings(), node_rank=0)
     clock, state = SimpleNamespace(now_s=lambda: now_s), SimpleNamespace(living=lambda: (0, 1, 2))
     run = SimpleNamespace(job=job, clock=clock, state=state)
-    injector = FaultInjector(run, SimpleNamespace(has_committed=True), FaultPlan())
+    injector = FaultInjector(run, SimpleNamespace(progress=SimpleNamespace(commit=0)), FaultPlan())
 
     counts = []
     for now_s in (10.0, 10.9, 11.0, 11.4, 12.0, 99.0):  # noqa: B007 - the clock reads it

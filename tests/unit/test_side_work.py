@@ -142,7 +142,8 @@ def communicate(tmp_path, monkeypatch):
     monkeypatch.setattr(CommThread, "_exchange", lambda self, job: None)
     work = SimpleNamespace(timeout_s=1.0, complete=lambda: ended.append("completed"))
     group = SimpleNamespace(failed=set(), completed=0)
-    job = SimpleNamespace(begun_s=0.0, number=-1, work=work, group=group, finish=lambda: None)
+    call = SimpleNamespace(finish=lambda: None)
+    job = SimpleNamespace(begun_s=0.0, number=-1, work=work, group=group, call=call)
     thread._carry_out(job)
     assert ended == ["completed"]
 
