@@ -91,6 +91,22 @@ def test_deaths_in_training_change_no_bit(tmp_path, fabric):
 
 
 @pytest.mark.parametrize("fabric", ["ulfm", "gloo"])
+def test_on_the_cpu_by_its_own_word_it_is_the_same_and_the_script_still_reads_its_rank(tmp_path, fabric):
+    """As all official examples say it: Accelerate would make a process group of the RANK and WORLD_SIZE that it finds."""
+    script = tmp_path / "script.py"
+    made = "Accelerator(cpu=True, gradient_accumulation_steps=2)"
+    ranks = 'print("rank", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])'
+    text = AFTER.read_text().replace("import torch\n", "import os\n\nimport torch\n", 1)
+    script.write_text(text.replace("Accelerator(gradient_accumulation_steps=2)", f"{made}\n    {ranks}"))
+
+    report = run_report(tmp_path, "-n", 3, "--fabric", fabric, "--inject", "kill:rank=0,step=3", script)
+
+    assert_landed(report, 0)
+    assert weights(report["_stdout"]) == {undisturbed()}
+    assert sorted(re.findall(r"rank (\d) 3 (\d)", report["_stdout"])) == [("0", "0"), ("1", "1"), ("2", "2")]
+
+
+@pytest.mark.parametrize("fabric", ["ulfm", "gloo"])
 @pytest.mark.parametrize(("where", "dead", "alive"), [("evaluating", 1, (0, 2)), ("saving", 0, (1, 2))])
 def test_a_death_outside_training_changes_no_bit_and_leaves_no_half_folder(tmp_path, fabric, where, dead, alive):
     script = tmp_path / "struck.py"

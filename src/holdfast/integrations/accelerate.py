@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from holdfast.config import Settings
 from holdfast.engine.start_rank import leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
+from holdfast.integrations.alone import seen_alone
 from holdfast.integrations.folders import complete_folder
 from holdfast.session.prepared import PreparedLoader, prepare
 from holdfast.session.prepared_objects import PreparedOptimizer, PreparedScheduler
@@ -46,7 +47,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with seen_alone():  # cpu=True and others make the RANK and WORLD_SIZE that they find a process group
+            super().__init__(*args, **kwargs)
         if self.state.distributed_type is not DistributedType.NO:
             raise ConfigError(
                 f"accelerate has set up {self.state.distributed_type.value}, but Holdfast distributes the work itself: start"

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -26,11 +25,10 @@ from torch import optim
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import EarlyStoppingCallback
 
-from holdfast.comm.launchers import chosen
-from holdfast.config import Settings
 from holdfast.engine.start_rank import leads_at_start, rank_at_start
 from holdfast.errors import ConfigError
 from holdfast.integrations import transformers_checks as checks
+from holdfast.integrations.alone import train_alone
 from holdfast.integrations.transformers_files import kept_state, read_job
 from holdfast.integrations.transformers_saving import SavingTrainer
 from holdfast.session.prepared_loop import PreparedLoop, SliceLoss
@@ -43,17 +41,6 @@ _FIGURES = (_FLOPS, _TOKENS)
 
 _IGNORED = -100
 """The label that losses leave out."""
-
-_ONE_PROCESS = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "PMI_SIZE": "1"}
-
-
-def train_alone() -> None:
-    """Let Accelerate, which reads the environment, see one process; does nothing outside of a Holdfast job."""
-    if chosen(Settings.from_env().fabric) == "virtual":
-        return
-    os.environ.update(_ONE_PROCESS)
-    os.environ.pop("LOCAL_RANK", None)
-
 
 train_alone()
 
