@@ -32,16 +32,19 @@ def make_model():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def train(tmp_path, *specs, make_optimizer=lambda p: torch.optim.Adam(p, lr=0.1), guard="off", workers=4, **settings):
+def train(
+    tmp_path, *specs, make_optimizer=lambda p: torch.optim.Adam(p, lr=0.1), guard="off", workers=4, loops=1, **settings
+):
     """Train, and return the model and the records."""
     tmp_path.mkdir(exist_ok=True)
     model = make_model()
     faults = FaultPlan(tuple(map(parse, specs))).to_json() if specs else ""
     arguments = {"slices": SLICES, "run_dir": str(tmp_path), "faults": faults, "guard": guard} | settings
     session = holdfast.Session(model, make_optimizer(model.parameters()), workers=workers, **arguments)
-    for step in session.steps(dataset(), 8, STEPS // 3):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y))
+    for _ in range(loops):
+        for step in session.steps(dataset(), 8, STEPS // 3):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
     return model, read_run(tmp_path)
 
 
@@ -290,7 +293,6 @@ def test_in_a_pipeline_of_two_chains_the_holder_alone_is_altered(tmp_path):
             "flip:rank=1,step=3,target=handover",
             "target handover is the activation that a stage of a Pipeline sends to the next, and this model has no stages",
         ),
-        ("flip:rank=1,step=6,target=weights", "step must be between 0 and 5 (the run has 6 steps), got 6"),
         (
             "flip:rank=1,step=0,target=optimizer",
             "there is no tensor of the target optimizer here; an optimizer has no state before its first step",
@@ -302,6 +304,25 @@ def test_what_cannot_be_altered_is_refused_in_one_line(tmp_path, spec, complaint
         train(tmp_path, spec)
 
     assert str(refused.value) == f"--inject {spec}: {complaint}"
+
+
+def test_a_fault_after_the_first_loop_strikes_in_the_next_and_is_named_before(tmp_path, capsys):
+    """A script often has a loop for each epoch, so the end of the first says nothing about the training."""
+    _, records = train(tmp_path / "two", spec := f"flip:rank=1,step={STEPS},target=weights", loops=2)
+
+    assert altered(records).step == STEPS
+    line = f"holdfast: --inject {spec} strikes only if the script trains on after this loop, which ends before step 6\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+    _, records = train(tmp_path / "one", spec)
+
+    assert not [record for record in records if isinstance(record, ValuesAltered)]
+    assert line in capsys.readouterr().err
+
+
+def test_a_fault_after_the_end_of_a_split_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"step must be between 0 and 1 \(the run has 2 steps\), got 2"):
+        train_pipeline(tmp_path / "run", "flip:rank=1,step=2,target=weights")
 
 
 def test_under_torch_distributed_nobody_knows_what_to_alter(monkeypatch):

@@ -97,21 +97,31 @@ def make_faults(settings: Settings, comm: Communicator, committed: CommittedStat
     return Injector(plan, fail, announce, report)
 
 
-def check_faults(planned: str, trainable: Trainable, end: int, *, in_framework: bool = False) -> None:
+def check_faults(
+    planned: str, trainable: Trainable, end: int, *, is_whole: bool, in_framework: bool = False
+) -> list[str]:
     """Check that planned faults lie inside the run, and resolve the tensors that they alter.
+
+    Return a line for each fault after the end of the loop, which strikes only if the script trains on.
 
     Args:
         planned: The plan as JSON.
         trainable: The model that is trained.
-        end: Steps of the whole run.
+        end: Step before which the loop ends.
+        is_whole: The run ends there, too.
         in_framework: A framework trains, which reaches the phases of its own.
 
     Raises:
         ConfigError: if a fault lies outside the run or cannot strike this model.
     """
+    later = []
     for fault in FaultPlan.from_json(planned).faults:
         try:
-            if fault.step >= end:
+            if fault.step >= end and not is_whole:
+                later.append(
+                    f"--inject {fault.to_spec()} strikes only if the script trains on after this loop, which ends before step {end}"
+                )
+            elif fault.step >= end:
                 raise ConfigError(f"step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}")
             if fault.phase in SCRIPT_PHASES and not in_framework:
                 raise ConfigError(
@@ -120,6 +130,7 @@ def check_faults(planned: str, trainable: Trainable, end: int, *, in_framework: 
             _check_phase(fault, trainable)
         except ConfigError as error:
             raise ConfigError(f"--inject {fault.to_spec()}: {error}") from error
+    return later
 
 
 def _check_phase(fault: Fault, trainable: Trainable) -> None:

@@ -277,8 +277,15 @@ class Session(OwnedLoops):
             )
         if self._settings.faults and application.looks is None:
             end = job.step + plan.num_steps if plan.stream is None else sys.maxsize
-            end = self._total_steps or end
-            check_faults(self._settings.faults, self._trainable, end, in_framework=self.in_framework)
+            is_whole = bool(self._total_steps) or not self._trainable.is_replicated  # others may have further loops
+            later = check_faults(
+                self._settings.faults,
+                self._trainable,
+                self._total_steps or end,
+                is_whole=is_whole,
+                in_framework=self.in_framework,
+            )
+            self._say_once(job, *later)
         return OpenedLoop(job, plan, opened.source)
 
     def _say_once(self, job: JobContext, *notes: str) -> None:
