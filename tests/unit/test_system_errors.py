@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import holdfast as run_command
 
-from holdfast.base.system_errors import error_of_a_new_file, refusal
+from holdfast.base.system_errors import error_of_a_new_file, refusal, refusal_to_torch
 from holdfast.base.temporary import TemporaryFolder
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, HoldfastError
@@ -43,6 +43,30 @@ def test_without_a_limit_only_the_cause_is_named(monkeypatch):
     )
     assert refusal(numpys) == "Cannot allocate memory"
     assert refusal(ImportError("libx.so: failed to map segment from shared object")) == "Cannot allocate memory"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", errno.ENOMEM),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", errno.ENOMEM),
+        ("unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)", errno.ENOSPC),
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that", errno.ENOSPC),
+    ],
+)
+def test_what_the_system_refused_to_torch_is_no_error_of_the_script(text, number):
+    refused = refusal_to_torch(RuntimeError(text))
+
+    assert refused.errno == number
+    assert "num_workers" in refusal(RuntimeError(text))
+    assert not script_failure.is_bug(RuntimeError(text))
+    assert script_failure.describe(RuntimeError(text), Path("train.py")).traceback == ""
+
+
+def test_other_errors_of_torch_are_the_scripts():
+    assert refusal_to_torch(RuntimeError("mat1 and mat2 shapes cannot be multiplied (28)")) is None
+    assert refusal_to_torch(OSError("DataLoader worker (pid 7) is killed by signal: Killed. ")) is None
+    assert script_failure.is_bug(RuntimeError("DataLoader worker (pid 7) raised"))
 
 
 def test_a_full_disk_is_named_with_its_file():

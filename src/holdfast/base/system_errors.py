@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 
@@ -21,6 +22,24 @@ _REFUSED = {
 _OTHERS = (errno.EACCES, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EBADF)
 KINDS = (OSError, MemoryError, RuntimeError, ImportError, LookupError, SystemError)
 """Kinds of the errors of which :func:`refusal` may say something."""
+
+
+_OF_TORCH = (
+    (
+        re.compile(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)", re.DOTALL),
+        errno.ENOMEM,
+        "A process that loads data was killed, most often for want of memory; give the job more, or set num_workers lower",
+    ),
+    (
+        re.compile(
+            r"unable to (allocate|resize|mmap|open|write).*(No space left on device|\(28\))|killed by signal: Bus error",
+            re.DOTALL,
+        ),
+        errno.ENOSPC,
+        "Shared memory is full (/dev/shm); make it larger (docker run --shm-size), or set num_workers lower",
+    ),
+)
+"""What torch says of an error of the system in a RuntimeError of its own."""
 
 
 def refusal(error: BaseException) -> str:
@@ -54,9 +73,17 @@ def _as_os_error(error: BaseException) -> BaseException:
         return error_of_a_new_file() or error
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return OSError(errno.EAGAIN, "Cannot start a thread")
+    if (refused := refusal_to_torch(error)) is not None:
+        return refused
     if isinstance(error, LookupError) and text.startswith("unknown encoding: "):  # Python could not load its module
         return OSError(errno.ENOMEM, f"Cannot load Python's encoding {text.removeprefix('unknown encoding: ')}")
     return error
+
+
+def refusal_to_torch(error: BaseException) -> OSError | None:
+    """Return what the system refused, if torch raised ``error`` and only its text says so: whoever called torch."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return next((OSError(number, what) for pattern, number, what in _OF_TORCH if pattern.search(text)), None)
 
 
 def error_of_a_new_file() -> OSError | None:

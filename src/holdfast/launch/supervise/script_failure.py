@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast.base.device_errors import DeviceFailure, classify
-from holdfast.base.system_errors import refusal
+from holdfast.base.system_errors import refusal, refusal_to_torch
 from holdfast.errors import ConfigError, HoldfastError, InternalError, ScriptError, is_of_lost_ranks
 from holdfast.launch.supervise.gpus import hint_for
 from holdfast.records.types import DeviceLost, ScriptFailed
@@ -38,7 +38,7 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
     elif isinstance(error, HoldfastError) and not isinstance(error, InternalError):
         where = line_in(frames, script)
         message, text = f"{error}{where}", ""
-    elif _is_ours(error.__traceback__) and (refused := refusal(error)):
+    elif (refusal_to_torch(error) or _is_ours(error.__traceback__)) and (refused := refusal(error)):
         message, text = f"{refused}{line_in(frames, script)}", ""
     else:
         text = "".join(traceback.format_exception(type(error), error, frames))

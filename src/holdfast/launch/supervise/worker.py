@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.base.phases import Phase
 from holdfast.base.side_work import say
-from holdfast.base.system_errors import is_limit, refusal
+from holdfast.base.system_errors import is_limit, refusal, refusal_to_torch
 from holdfast.config import Settings
 from holdfast.engine.start_rank import LOOPBACK, mpi_rank
 from holdfast.errors import ConfigError, HoldfastError
@@ -127,6 +127,10 @@ def run_script(words: Sequence[str]) -> NoReturn:
     except BaseException as error:
         if (lost := device_loss(error)) is not None:
             _end_without_device(lost, line_in(error.__traceback__, script))
+        if (refused := refusal_to_torch(error)) is not None and _ranks_continue():
+            # the others have the same script and other processes that load data, so this is no error of the script
+            say(f"{refused.strerror}{line_in(error.__traceback__, script)}; this rank ends, and the others continue")
+            os.kill(os.getpid(), signal.SIGKILL)
         exit_code = _report_failure(error, script)
     _leave(exit_code)
 
@@ -286,6 +290,15 @@ def _check_trained() -> int:
     if engine is not None:
         engine.leave()
     return 0 if session is None else int(sys.modules["holdfast.session.script_end"].exit_code())
+
+
+def _ranks_continue() -> bool:
+    """Return whether other ranks of a ``torch.distributed`` script continue when this one ends by a signal."""
+    backend = sys.modules.get("holdfast.distributed")
+    try:
+        return backend is not None and len(backend.alive()) > 1
+    except ValueError:  # the script has no process group of this backend
+        return False
 
 
 def _end_without_device(lost: DeviceLost, where: str) -> NoReturn:

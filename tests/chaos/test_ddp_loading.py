@@ -1,0 +1,64 @@
+"""A DDP script whose loading process the system ends: its rank is lost, and the others continue; no error of the script."""
+
+import re
+
+import pytest
+from jobs import run_report
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
+
+SCRIPT = """
+import os, signal, sys, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
+import holdfast.distributed
+
+rank = int(os.environ["RANK"])
+
+class Hungry(Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, i):
+        if str(rank) in sys.argv[1:] and get_worker_info().id == 1 and i > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((4,), float(i))
+
+def main():
+    dist.init_process_group("holdfast")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    data = Hungry()
+    for x in DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False), num_workers=2):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    print("weights", [p.detach().sum().item() for p in model.parameters()])
+
+if __name__ == "__main__":
+    main()
+"""
+LINE = (
+    "A process that loads data was killed, most often for want of memory; give the job more, or set num_workers lower"
+)
+
+
+def run(tmp_path, *ranks, exit_code):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    return run_report(tmp_path, "-n", 3, "--fabric", "gloo", script, *ranks, exit_code=exit_code)
+
+
+def test_the_others_continue_without_its_rank(tmp_path):
+    report = run(tmp_path, 1, exit_code=0)
+
+    assert re.search(rf"\[1\] holdfast: {LINE} \(train\.py, line \d+\); this rank ends", report["_stderr"])
+    assert "Traceback" not in report["_stderr"]
+    assert report["workers"]["ranks_finished"] == [0, 2]
+    assert [failure["rank"] for failure in report["failures"]] == [1]
+    assert len(set(re.findall(r"weights (\[.*\])", report["_stdout"]))) == 1
+
+
+def test_where_every_rank_loses_its_own_the_job_ends_with_one_line_and_may_be_tried_again(tmp_path):
+    report = run(tmp_path, 0, 1, 2, exit_code=1)
+
+    assert LINE in report["_stderr"]
+    assert "Traceback" not in report["_stderr"]
