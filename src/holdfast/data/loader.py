@@ -23,6 +23,7 @@ from holdfast.base.side_work import say
 from holdfast.data.plan import Ids, MiniBatch
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
+from holdfast.errors import ScriptError
 
 ENDS_S = 1.0
 """A broken pipe may be noticed before the end of the process that wrote to it."""
@@ -183,6 +184,12 @@ class SliceLoader:
             key, inputs = next(self._loader)
         except (RuntimeError, OSError, EOFError) as error:
             lost = wait([process.sentinel for process in self._processes], timeout=ENDS_S)
+            code = max((process.exitcode or 0 for process in self._processes), default=0)
+            if code > 0:  # nothing ended it from outside, so another one would end like it
+                raise ScriptError(
+                    f"a data loading process ended with exit code {code}, see what it printed; where it imports the script"
+                    ' (spawn, forkserver), what trains must stand under `if __name__ == "__main__":`'
+                ) from error
             if not lost or self._restarts == MOST_RESTARTS:
                 raise
             self._restarts += 1

@@ -1,9 +1,9 @@
-"""A DDP script whose loading process the system ends: its rank is lost, and the others continue; no error of the script."""
+"""Processes that load data: one that the system ends in a DDP script, and one that imports a script without a guard."""
 
 import re
 
 import pytest
-from jobs import run_report
+from jobs import holdfast, run_report
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
 
@@ -50,7 +50,9 @@ def run(tmp_path, *ranks, exit_code):
 def test_the_others_continue_without_its_rank(tmp_path):
     report = run(tmp_path, 1, exit_code=0)
 
-    assert re.search(rf"\[1\] holdfast: {LINE} \(train\.py, line \d+\); this rank ends", report["_stdout"] + report["_stderr"])
+    assert re.search(
+        rf"\[1\] holdfast: {LINE} \(train\.py, line \d+\); this rank ends", report["_stdout"] + report["_stderr"]
+    )
     assert "Traceback" not in report["_stderr"]
     assert report["workers"]["ranks_finished"] == [0, 2]
     assert [failure["rank"] for failure in report["failures"]] == [1]
@@ -62,3 +64,35 @@ def test_where_every_rank_loses_its_own_the_job_ends_with_one_line_and_may_be_tr
 
     assert LINE in report["_stderr"]
     assert "Traceback" not in report["_stderr"]
+
+
+BARE = """
+import torch, holdfast
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(24, 4))
+model, optimizer, loader = holdfast.prepare(
+    model, optimizer, DataLoader(data, batch_size=8, num_workers=1, multiprocessing_context="spawn")
+)
+for (x,) in loader:
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+def test_a_script_without_a_guard_whose_loading_process_imports_it_ends_with_what_to_do(tmp_path):
+    """The process has the worker's environment: it would connect as the same rank, and both would wait."""
+    script = tmp_path / "bare.py"
+    script.write_text(BARE)
+
+    done = holdfast("run", "-n", 2, "--fabric", "gloo", script)
+
+    assert done.returncode == 93
+    assert "this process was started by the script of a worker, imports the script again" in done.stdout + done.stderr
+    assert 'what trains must stand under `if __name__ == "__main__":`' in done.stderr
+    assert "are restarted" not in done.stdout + done.stderr
+    assert "trained" not in done.stdout
