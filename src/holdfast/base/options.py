@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,18 @@ def parse(variable: str, text: str, default: Any) -> Any:
 MAX_REQUEST = 1 << 16
 """Maximum length of a request line to a running job, in characters."""
 
+MAX_NUMBER = 2**31 - 1
+"""The largest whole number in one."""
+
+
+def is_whole(value: Any, least: int, most: int = MAX_NUMBER) -> bool:
+    """Return whether a value of a request is a whole number from ``least`` to ``most``."""
+    return type(value) is int and least <= value <= most
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value of a request is a finite number, ``>= 0``."""
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
 def request_in(line: str) -> dict[str, Any]:
     """Parse a request line to a running job; the caller checks the values.

@@ -294,8 +294,7 @@ class C10dCommunicator(SingleRankCommunicator):
         with waiting:
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
-    has_atomic_shrink = True  # the store decides it
-    can_grow = True
+    has_store = has_atomic_shrink = can_grow = True  # the store decides
 
     @property
     def has_lost_store(self) -> bool:

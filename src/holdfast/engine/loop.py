@@ -14,7 +14,7 @@ from holdfast.data.loader import DataSource
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.data.seeds import seed_slice
 from holdfast.engine.recovering import RecoveringLoop
-from holdfast.errors import ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
+from holdfast.errors import STOPPED, ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
 from holdfast.records.types import Left
@@ -382,7 +382,7 @@ class TrainingLoop(RecoveringLoop):
             )
         if self._outcome == "stopped":
             self._log.print_line(f"stopped on request; the state before step {job.step} is in {job.checkpoints.url}")
-            raise SystemExit(4)
+            raise SystemExit(STOPPED)
 
     def account(self) -> SampleCounts:
         """Return the account of all samples, including earlier loops."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from holdfast.errors import STOPPED
 from holdfast.launch.fleet.nodes import FENCE_LEASES
 from holdfast.launch.job_state import JobBroken, JobCompleted, NodeDeparted, Verdict
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -114,8 +115,8 @@ class StopProcedure:
         if isinstance(verdict, JobBroken) and (verdict.exit_code == 2 or (verdict.is_final and verdict.traceback)):
             return verdict
         if state.last_step < 0:
-            return JobBroken("stopped before training; nothing was lost", exit_code=4)
-        return verdict if state.saved is None else JobBroken("stopped before training continued", exit_code=4)
+            return JobBroken("stopped before training; nothing was lost", exit_code=STOPPED)
+        return verdict if state.saved is None else JobBroken("stopped before training continued", exit_code=STOPPED)
 
     def patience_s(self) -> float:
         """Return how long the end of the job may wait for what receives its records; infinite if it was not asked to stop.

@@ -171,6 +171,21 @@ def _map(fd: int, size_bytes: int, access: int) -> int:
     return address
 
 
+def is_over(state: str, fields: list[str]) -> bool:
+    """Return whether a process or thread has ended, or the kernel has begun to end it: none of its own code runs then."""
+    return state in "ZX" or bool(int(fields[_FLAGS]) & _IS_EXITING)
+
+
+def stat_of(pid: int | str) -> tuple[str, list[str]]:
+    """Return the state of a process or ``PID/task/THREAD``, and the fields behind it; "X" and none if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X", []
+    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the process name before it may contain spaces
+    return state, fields
+
+
 def _core_of_end(pid: int) -> int | None:
     """Return the core on which a process ends, and keep it there; -1 if it has ended, None if it has not begun to.
 
@@ -182,15 +197,11 @@ def _core_of_end(pid: int) -> int | None:
     except OSError:
         return -1
     for thread in threads:
-        try:
-            stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
-            state, *fields = stat[stat.rindex(")") + 2 :].split()
-            if state in "ZX":
-                continue
-            if not int(fields[_FLAGS]) & _IS_EXITING:
-                return None
-        except OSError:  # it has ended meanwhile
+        state, fields = stat_of(f"{pid}/task/{thread}")
+        if state in "ZX":
             continue
+        if not is_over(state, fields):
+            return None
         core = int(fields[_CORE])
         with contextlib.suppress(OSError):  # it has ended meanwhile, or may not be kept there
             os.sched_setaffinity(int(thread), {core})

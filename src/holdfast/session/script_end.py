@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from holdfast.comm import VirtualCommunicator
-from holdfast.errors import CheckpointError, ScriptError
+from holdfast.errors import STOPPED, CheckpointError, ScriptError
 from holdfast.records.paths import stop_path
 from holdfast.recovery.messages import Note
 from holdfast.state.context import JobContext
@@ -98,7 +98,7 @@ def exit_code() -> int:
     Other workers may be in the next loop already, and wait. Membership stores report to them a process that does not end
     with 0; Open MPI reports one that does.
     """
-    return 4 if _stopped and _stopped[0].comm.has_atomic_shrink else 0
+    return STOPPED if _stopped and _stopped[0].comm.has_store else 0
 
 
 def note_stop(job: JobContext) -> None:

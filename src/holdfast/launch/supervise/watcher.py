@@ -220,7 +220,7 @@ def _wake_watchers(settings: Settings) -> None:
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
     """Return whether worker or mpirun has ended within the grace period; an empty set if neither has."""
-    grace_s = float(os.environ.get(GRACE_S, "30"))
+    grace_s = float(os.environ[GRACE_S])
     ended = wait_for_end(handles, grace_s)
     path = beacon_path(Path(settings.run_dir), rank)
     position = run_aside("reading the beacon", lambda: Beacon.read(path), None) if settings.run_dir else None
