@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from interrupted import interruptions
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
@@ -312,7 +313,7 @@ def test_each_victim_is_killed_once_when_its_time_has_come(monkeypatch):
     job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings(), node_rank=0)
     clock, state = SimpleNamespace(now_s=lambda: now_s), SimpleNamespace(living=lambda: (0, 1, 2))
     run = SimpleNamespace(job=job, clock=clock, state=state)
-    injector = FaultInjector(run, SimpleNamespace(has_committed=True), FaultPlan())
+    injector = FaultInjector(run, SimpleNamespace(progress=SimpleNamespace(commit=1)), FaultPlan())
 
     counts = []
     for now_s in (10.0, 10.9, 11.0, 11.4, 12.0, 99.0):  # noqa: B007 - the clock reads it
@@ -583,6 +584,21 @@ def test_the_second_ctrl_c_of_a_person_stops_at_once_whoever_else_has_asked(stop
 
     assert stopping.is_requested
     assert (stopping.timed_out() is not None) is at_once
+
+
+def test_a_second_ctrl_c_in_the_middle_of_another_signal_stops_at_once(stopping):
+    came = []
+
+    def interrupt():
+        came.append(signal.SIGINT)
+        stopping._on_signal(signal.SIGINT, None)
+
+    stopping._on_signal(signal.SIGINT, None)
+    for run in interruptions(StopProcedure._on_signal, interrupt):
+        stopping._at_once = False
+        came.clear()
+        run(lambda: stopping._on_signal(signal.SIGTERM, None))
+        assert (stopping.timed_out() is not None) == bool(came)
 
 
 def test_a_job_that_is_stopped_waits_for_its_sinks_while_there_is_time_to_report(stopping):

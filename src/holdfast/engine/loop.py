@@ -273,13 +273,13 @@ class TrainingLoop(RecoveringLoop):
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""
         job = self._job
-        notes, parts = job.pending.notes, job.pending.leaves  # read once: a signal may arrive meanwhile
+        parts = job.pending.leaves  # read once: a signal may arrive meanwhile
         return CommitVote(
             guard=self._guard.fill(step, is_last=self._position.is_last(self._runner.in_progress())),
             parts=self._fingerprint.parts,
             step=leaver_vote(job.comm.local_ranks[-1]) if self._has_left else MinMax(step, step),
-            stop=bool(notes & Note.STOP),
-            leave=bool(notes & Note.LEAVE),
+            stop=job.pending.ends_loop,
+            leave=job.pending.stops_all,
             change=bool(parts or job.comm.newcomers(job.loop)),
             stays=not parts,
             has_store=not job.comm.has_lost_store,
@@ -374,7 +374,7 @@ class TrainingLoop(RecoveringLoop):
         if self._outcome == "done":
             self._restorer.keep_end(job.loops.finished, has_stopped=self.is_stopping)
         self._log.mark("script")
-        job.pending.notes &= ~Note.STOP
+        job.pending.ends_loop = False
         if self._outcome == "gave-up":
             alive, least = len(job.comm.members), job.settings.min_workers
             raise TooFewWorkers(

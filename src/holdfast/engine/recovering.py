@@ -247,7 +247,7 @@ class RecoveringLoop(Regrouping):
 
     def _forget_stop(self) -> None:
         """Forget the script's request to stop: the script makes it again when it recomputes the step."""
-        self._job.pending.notes &= ~Note.STOP
+        self._job.pending.ends_loop = False
         self._flags &= ~Note.STOP
 
     def _load(self) -> int:

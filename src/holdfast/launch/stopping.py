@@ -47,7 +47,7 @@ class StopProcedure:
         self._bus = bus
         self.is_requested = False
         """Whether the job, or this node's part in it, was asked to stop."""
-        self._signals = 0
+        self._has_signal = False
         self._at_once = False
         self._by_s: float | None = None
         self._notified = False
@@ -66,9 +66,9 @@ class StopProcedure:
         self.is_requested = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, users Ctrl-C
-        self._signals += 1
-        self.is_requested = True
+        if self._has_signal and number == signal.SIGINT:  # schedulers repeat SIGTERM, users Ctrl-C
+            self._at_once = True  # no `|=`: another signal may be handled in the middle of it
+        self._has_signal = self.is_requested = True
 
     # -- answers
 
