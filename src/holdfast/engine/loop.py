@@ -301,7 +301,7 @@ class TrainingLoop(RecoveringLoop):
     def _apply(self, step: int) -> None:
         job, batch, trainable = self._job, self._runner.in_progress(), self._trainable
         self._points.enter("optimizer")
-        lost = trainable.missing_slices(batch)
+        lost = trainable.missing_slices(batch)  # this and the next two before apply, which drops the step's gradients
         workers = trainable.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
         job.committed.metrics = trainable.apply(batch, list(self._runner.names))

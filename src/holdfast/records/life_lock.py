@@ -40,7 +40,7 @@ _IS_EXITING = 0x4
 _FLAGS, _CORE = 5, 35
 """Numbers of the flags and of the core among the fields after the state."""
 
-_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_LIBRARY = ctypes.CDLL(None, use_errno=True)  # not PyDLL: a thread that waits for a lock must not hold the GIL
 _LIBRARY.mmap.restype = ctypes.c_void_p
 _LIBRARY.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _LIBRARY.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -65,7 +65,7 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     _LIBRARY.pthread_mutexattr_setrobust(attributes, 1)
     if _LIBRARY.pthread_mutex_init(place, attributes) == 0:
         _LIBRARY.pthread_mutex_lock(place)
-        _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())
+        _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())  # last: others take the lock only where they see it
         # Never unmapped, not even when the interpreter ends: the C library links the locks of a thread to each other.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 

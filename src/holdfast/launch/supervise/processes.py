@@ -159,7 +159,7 @@ def pairs_in(run_dir: Path) -> dict[int, WatchedWorker]:
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Request signal ``number`` for this process when its parent dies; if ``parent`` is given and dead, exit now."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)  # then look: a parent that died before it sends no signal
     if os.getppid() == 1 if parent is None else os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

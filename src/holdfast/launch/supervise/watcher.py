@@ -92,7 +92,7 @@ class Starter:
 def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> NoReturn:
     """Wait for the worker ``pid``, record how it ended, and end so that the other workers are notified."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves; the watcher outlives it
+        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which was forked before: it would inherit this
     exit_code: int | None = None
     try:
         settings, rank = worker_name()
@@ -101,7 +101,7 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
             pid, {"mpirun": mpirun, "starter": None if starter is None else starter.process}, settings, rank
         )
         if exit_code is not None:
-            tell(exit_code)
+            tell(exit_code)  # before the starter ends, whose parent then looks for this record
         if exit_code and starter is not None:
             starter.end(succeeded=False)
         end_children()
