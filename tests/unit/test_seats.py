@@ -276,7 +276,8 @@ def test_a_wait_is_shown_with_the_number_of_its_collective_though_the_group_has_
     waits = LongWaits(lambda wait, seats: shown.append((wait.what, wait.number)))
     group = SimpleNamespace(key=WORLD, completed=13, alive=(0, 1))
 
-    waits.look(SimpleNamespace(what="barrier", signature="", group=group, number=12, begun_s=time.monotonic() - 60))
+    call, begun_s = SimpleNamespace(signature=""), time.monotonic() - 60
+    waits.look(SimpleNamespace(what="barrier", call=call, group=group, number=12, begun_s=begun_s))
 
     assert shown == [("barrier", 12)]
 
