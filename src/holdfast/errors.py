@@ -30,6 +30,9 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+STOPPED = 4
+"""Exit code of a script, a job or a command that was stopped on request, with what could be saved."""
+
 
 class HoldfastError(Exception):
     """Base class of every exception that Holdfast raises on purpose."""

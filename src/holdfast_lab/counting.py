@@ -50,6 +50,7 @@ _PROPERTIES = (
     "processes",
     "num_processes",
     "generation",
+    "has_store",
     "has_lost_store",
     "has_atomic_shrink",
     "can_grow",

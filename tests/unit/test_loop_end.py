@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interrupted import interruptions
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.checkpoint import load, steps, write_tensors
 from holdfast.config import Settings
+from holdfast.engine.recovering import RecoveringLoop
+from holdfast.models.trainable import Runner
 from holdfast.session import script_end
 from holdfast.session.session import forget_sessions
-from holdfast.state import store_loss
+from holdfast.state import loop_end, store_loss
 from holdfast.state.manager import CheckpointManager
 
 PER_EPOCH = 4
@@ -139,6 +143,53 @@ def test_a_notice_while_the_end_is_saved_stops_the_script_after_it(tmp_path, mon
     assert stopped.value.code == script_end.exit_code()
     assert script_end._stopped == [job_of(loader)]
     assert steps(tmp_path) == [PER_EPOCH]
+
+
+@pytest.mark.parametrize("function", [Runner.ask_to_stop, RecoveringLoop._forget_stop, loop_end.save_end])
+def test_a_notice_is_kept_at_whatever_instruction_it_arrives(tmp_path, function):
+    asks = function is Runner.ask_to_stop
+
+    def script(where):
+        model, optimizer, loader = prepare(where)
+        jobs.append(loader)
+        for _ in loader.epochs(1):
+            train(model, optimizer, loader, stops_at=2 if asks else -1)
+        return False
+
+    def notify():
+        came.append(True)
+        signal.raise_signal(signal.SIGTERM)
+
+    came, jobs = [], []
+    for number, run in enumerate(interruptions(function, notify)):
+        came.clear()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else that of the script before would remember its notice
+        try:
+            has_stopped = run(lambda number=number: script(tmp_path / str(number)))
+        except SystemExit:
+            has_stopped = True
+        if asks:  # that has ended training before
+            has_stopped = job_of(jobs[-1]).pending.stops_all
+        assert has_stopped == bool(came), number
+        assert steps(tmp_path / str(number)) or asks, number
+        forget_sessions()
+    assert number > 5
+
+
+def test_a_notice_while_an_application_is_torn_down_stops_the_next_one(tmp_path):
+    model, optimizer, loader = prepare(tmp_path)
+    train(model, optimizer, loader)
+    job = job_of(loader)
+    end = job.loops.at_end
+    for run in interruptions(script_end.forget_jobs, lambda: script_end.on_sigterm(job, is_outside=True)):
+        job.loops.at_end = end
+        script_end.note_job(job)
+        with contextlib.suppress(SystemExit):  # if it came before
+            run(forget_sessions)
+
+    job.loops.at_end, job.rebuilds.current = None, object()
+    script_end.on_sigterm(job, is_outside=True)
+    assert job.pending.stops_all
 
 
 def test_a_damaged_later_checkpoint_does_not_count_at_any_worker(tmp_path):

@@ -98,7 +98,7 @@ def answered(answer: Callable[[], None], after: Callable[[bool], None] | None = 
         yield
         return
     ours = _Answered(answer)
-    replaced = _successor_of(signal.signal(signal.SIGTERM, ours))
+    replaced = _successor_of(signal.signal(signal.SIGTERM, ours))  # before it is asked whether one came until now
     came = isinstance(replaced, _Between) and replaced.came
     before = _script_handler(replaced)
     if isinstance(before, _Remembered):

@@ -1,7 +1,8 @@
 """Options, each declared once, in the dataclass field that holds its value.
 
 The parser, ``holdfast run --help``, the checks of bounds and choices, the tables in ``docs/reference/cli.md`` and the
-command lines in reports are all generated from these fields. To add an option, add a field.
+command lines in reports are all generated from these fields. To add an option, add a field; ``extending.md`` names what else
+some options need: choices, rules, whether it may differ by node, is kept on resume, or can be changed live.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +204,18 @@ def parse(variable: str, text: str, default: Any) -> Any:
 
 MAX_REQUEST = 1 << 16
 """Maximum length of a request line to a running job, in characters."""
+MAX_NUMBER = 2**31 - 1
+"""The largest whole number in one."""
+
+
+def is_whole(value: Any, least: int, most: int = MAX_NUMBER) -> bool:
+    """Return whether a value of a request is a whole number from ``least`` to ``most``."""
+    return type(value) is int and least <= value <= most
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value of a request is a finite number, ``>= 0``."""
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
 
 def request_in(line: str) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def is_rounded(order: str) -> bool:
     return order in ROUNDED_ORDERS
 
 
+def is_tree(order: str) -> bool:
+    """Return whether slices are added in pairs, by slice number."""
+    return order.startswith("tree")
+
+
 def base_of(order: str) -> str:
     """Return the order without the rounding to bfloat16."""
     return order.partition("-")[0] if is_rounded(order) else order

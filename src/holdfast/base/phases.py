@@ -13,6 +13,9 @@ _LAUNCHER = "the launcher"
 _SCRIPT_TIMES = 60.0
 """Half an hour with the default of ``--hang-timeout``, as torch's own time-out of a process group over Gloo."""
 
+FIRST_STEP_TIMES = 10.0
+"""Factor on the limit for a worker's first step, which may compile and load data."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRule:
@@ -149,7 +152,7 @@ class Phase(Enum):
         name="training",
         owner=_LAUNCHER,
         option="--hang-timeout",
-        clock=f"{_OTHERS_WAIT}; 10 times as long in a worker's first step",
+        clock=f"{_OTHERS_WAIT}; {FIRST_STEP_TIMES:g} times as long in a worker's first step",
         at_end=_ENDED,
         beacon=("forward", "backward", "allreduce", "optimizer"),
     )

@@ -208,7 +208,7 @@ class CheckpointWriter:
         job = self._job
         if job is None or job.decided.is_set():
             return
-        job.finish = finish
+        job.finish = finish  # first: the thread reads it as soon as it is decided
         job.decided.set()
         if not job.background:
             start_s = time.monotonic()

@@ -12,10 +12,9 @@ from typer import Argument, Option
 
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.config import MOST_WORKERS
-from holdfast.errors import ConfigError
+from holdfast.errors import STOPPED, ConfigError
 
 _BREAKS = 1
-_STOPPED = 4
 
 
 def doctor(
@@ -60,7 +59,7 @@ def doctor(
             findings = inspect(script, args or (), workers=workers, timeout_s=timeout, device=device)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        return _STOPPED
+        return STOPPED
     return _show(findings, as_json=as_json)
 
 

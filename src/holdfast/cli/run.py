@@ -18,7 +18,7 @@ from holdfast.cli import INTERRUPTED, NO_JOB
 from holdfast.cli.given import GroupedCommand, show_all, takes
 from holdfast.cli.signals import Terminated, sigterm_as_interrupt, uninterrupted
 from holdfast.config import MOST_WORKERS, Settings
-from holdfast.errors import ConfigError
+from holdfast.errors import STOPPED, ConfigError
 from holdfast.launch.job import MAX_RESPAWNS, Job
 
 if TYPE_CHECKING:
@@ -141,7 +141,6 @@ def run(
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
     from holdfast.cli.output import RunOutput
-    from holdfast.launch.supervise.worker_context import STOPPED
 
     if line := _take_scheduled(context, given):
         print(f"holdfast: {line}", file=sys.stderr)
@@ -341,7 +340,7 @@ def _show(outcome: JobOutcome, report_dir: Path | None, *, as_json: bool) -> Non
     if outcome.mpirun_output:
         print(outcome.mpirun_output, file=sys.stderr)
     if outcome.message:
-        word = "holdfast" if outcome.exit_code in (0, 4) else "error"  # 0: this node left, and the job continues
+        word = "holdfast" if outcome.exit_code in (0, STOPPED) else "error"  # 0: this node left, and the job continues
         print(f"{word}: {outcome.message}", file=sys.stderr)
     if outcome.traceback:
         print(outcome.traceback.rstrip(), file=sys.stderr)

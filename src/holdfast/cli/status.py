@@ -10,14 +10,13 @@ from typer import Argument, Option
 
 from holdfast.base.formatting import DASH
 from holdfast.cli.tables import count, print_json, say, table
-from holdfast.errors import ConfigError
+from holdfast.errors import STOPPED, ConfigError
 
 if TYPE_CHECKING:
     from holdfast.launch.control import RunningJob
     from holdfast.observe.monitor.observed import ObservedJob, ObservedWorker
 
 _NOTHING_RUNS = 1
-_STOPPED = 4
 _EVENTS = 5
 _MOST_WORKERS = 40
 
@@ -111,7 +110,7 @@ def _show_folder(directory: Path, *, as_json: bool) -> int:
 def _exit_code(report: dict[str, Any]) -> int:
     """Return the exit code of the run as far as its report tells: 1 stands for every failure."""
     if report["outcome"] == "stopped":
-        return _STOPPED if report.get("checkpoint") else 1
+        return STOPPED if report.get("checkpoint") else 1
     return 0 if report["outcome"] == "done" else 1
 
 

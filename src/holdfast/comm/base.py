@@ -168,6 +168,10 @@ class Communicator(Collectives, Protocol):
         """Whether a new generation exists for all members at once, so that a revoke of it cannot disturb their shrink."""
 
     @property
+    def has_store(self) -> bool:
+        """Whether members are agreed on in a store outside the workers."""
+
+    @property
     def has_lost_store(self) -> bool:
         """Whether the store is lost: after a failure no agreement is possible, so training cannot continue past one."""
 
@@ -270,7 +274,7 @@ class MessageCommunicator(Communicator, Protocol):
 class FixedMembership:
     """Membership methods of a communicator that no worker can join later, and whose agreements need no store."""
 
-    has_lost_store = False
+    has_store = has_lost_store = False
     has_atomic_shrink = False
     can_grow = False
 

@@ -274,12 +274,12 @@ class C10dCommunicator(SingleRankCommunicator):
         self._check_thread()
         with waiting, self._hanging_up_without_store():  # a revocation that was sent may not have arrived
             self._roster.shrink(admits=admits, leaves=leaves)
-        self._drop_group()
+        self._drop_group()  # first: _begin_generation may already make the new group
         self._begin_generation()
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        version = self._store.version
+        version = self._store.version  # before the keys, as in Roster.check
         if version != self._looked_at:
             self._waiting = self._roster.newcomers(loop)
             self._looked_at = version
@@ -294,8 +294,7 @@ class C10dCommunicator(SingleRankCommunicator):
         with waiting:
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
-    has_atomic_shrink = True  # the store decides it
-    can_grow = True
+    has_store = has_atomic_shrink = can_grow = True  # the store decides
 
     @property
     def has_lost_store(self) -> bool:

@@ -46,7 +46,7 @@ class AllReduceThread:
             self._thread = threading.Thread(target=self._run, name="holdfast-allreduce", daemon=True)
             self._thread.start()
         if not self._tickets:
-            self._comm.change_thread(self._thread)
+            self._comm.change_thread(self._thread)  # before an act is put, which the thread runs at once
         self._tickets.append(Future())
         self._begun.put((act, self._tickets[-1]))
 
@@ -75,7 +75,7 @@ class AllReduceThread:
         """Drop everything behind a failure: the thread does not run it."""
         while self._tickets:
             self._tickets.popleft().exception()
-        self._failure = None  # it would keep alive what its frames refer to
+        self._failure = None  # last: those behind have failed with it; it would keep alive what its frames refer to
 
     def _run(self) -> None:
         waiting.ignore_this_thread()  # the process waits only when its owner does

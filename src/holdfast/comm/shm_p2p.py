@@ -52,7 +52,7 @@ class _Part:
 
 
 class ShmOutbox:
-    """The messages that this worker sends; ``may_take(held, more)`` decides whether it may share ``more`` bytes.
+    """The messages that this worker sends; ``may_share(held, more)`` decides whether it may share ``more`` bytes.
 
     Methods raise ``OSError`` if there is no memory even for a table.
     """

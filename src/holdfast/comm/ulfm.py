@@ -65,8 +65,9 @@ def _load_mpi() -> Any:
         import mpi4py
     except ImportError as error:
         raise ConfigError("the ulfm fabric needs mpi4py and Open MPI 5: pip install 'holdfast[mpi]'") from error
-    mpi4py.rc.finalize = False
+    mpi4py.rc.finalize = False  # MPI_Finalize can hang after a failure
     mpi4py.rc.thread_level = "multiple"  # a session and a torch.distributed group may each have a thread
+    # Only now, as the import calls MPI_Init.
     with _session_in_run_folder():
         from mpi4py import MPI
 

@@ -44,7 +44,7 @@ class WaitContext:
         self._here = threading.local()
 
     def on_wait(self, callback: Callable[[bool], None] | None) -> None:
-        """From now on call ``hear(True)`` when waiting begins and ``hear(False)`` when it ends; None removes it."""
+        """From now on call ``callback(True)`` when waiting begins and ``callback(False)`` when it ends; None removes it."""
         self._callback = callback
 
     def ignore_this_thread(self) -> None:

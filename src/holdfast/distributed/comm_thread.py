@@ -173,7 +173,7 @@ class CommThread(Regrouping):
         """End a collective that has timed out; its group becomes unusable, all others remain usable."""
         current = self._current
         if current is not None and current.work is work and not current.group.broken:
-            current.group.broken = True
+            current.group.broken = True  # first: the revocation wakes the thread, which shares it
             self.world.base.revoke_from_outside()
 
     def abandon(self, works: Sequence[PendingWork]) -> None:
@@ -248,7 +248,7 @@ class CommThread(Regrouping):
 
     def _poll(self) -> None:
         """Poll messages in flight, and check for failures that other ranks have seen."""
-        if not hasattr(self, "meeting") or self.meeting.over.is_set():
+        if not hasattr(self, "meeting") or self.meeting.over.is_set():  # _connect makes it in this thread
             return
         for transfer in self._transfers[:]:
             self._test(transfer)
@@ -276,7 +276,8 @@ class CommThread(Regrouping):
     # -- collectives
 
     def _carry_out(self, job: Collective) -> None:
-        job.number, job.begun_s, self._current = job.group.completed, time.monotonic(), job
+        job.number, job.begun_s = job.group.completed, time.monotonic()
+        self._current = job  # last: another thread reads its begun_s
         self._publish_waits()
         error = self._exchange(job)
         self._end(job, _error_of(job.call.finish) if error is None else error)

@@ -95,7 +95,7 @@ class Joining:
     def share(self) -> dict[int, SeatRow]:
         """Return the rows of all workers; ``PeerFailed`` if that did not complete here."""
         row, base = self._row, self._world.base
-        row.stopped = self.is_stopped
+        row.stopped = self.is_stopped  # first: the script increments `at` before it stops, so `passed` is never too low
         row.passed = self.at - row.stopped
         whole = torch.empty(len(base.processes), _WIDTH, dtype=torch.int64)
         base.allgather(torch.tensor(row.pack(), dtype=torch.int64), whole)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.base.options import MAX_REQUEST, request_in
+from holdfast.base.options import MAX_REQUEST, is_finite, is_whole, request_in
 from holdfast.comm import broadcast_bytes
 from holdfast.data.position import DataPosition
 from holdfast.errors import ConfigError
@@ -152,22 +152,14 @@ class LiveConfig:
         self._job.checkpoints.set_interval(steps, automatic=automatic)
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value < 1 << 31
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
-
-
 def _are_speeds(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        len(rank) < 10 and rank.isdecimal() and _is_number(speed) and speed > 0 for rank, speed in value.items()
+        len(rank) < 10 and rank.isdecimal() and is_finite(speed) and speed > 0 for rank, speed in value.items()
     )
 
 
 def _is_count(value: Any) -> bool:
-    return _is_whole(value, 1)
+    return is_whole(value, 1)
 
 
 def _is_strategy(value: Any) -> bool:
@@ -175,11 +167,11 @@ def _is_strategy(value: Any) -> bool:
 
 
 _CHANGES: dict[str, tuple[Callable[[Any], bool], Callable[[LiveConfig, Any], None]]] = {
-    "lr": (_is_number, lambda self, value: self._trainable.set_learning_rate(value)),
+    "lr": (is_finite, lambda self, value: self._trainable.set_learning_rate(value)),
     "batch_size": (_is_count, lambda self, value: self._change_slicing(self._live.slicing | {"batch_size": value})),
     "strategy": (_is_strategy, LiveConfig._strategy),
     "checkpoint_every": (
-        lambda value: _is_whole(value, 0),
+        lambda value: is_whole(value, 0),
         lambda self, value: self._set_interval(value, automatic=False),
     ),
     "workers": (_is_count, lambda self, value: self._change_slicing(self._live.slicing | {"workers": value})),

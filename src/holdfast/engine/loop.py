@@ -14,7 +14,7 @@ from holdfast.data.loader import DataSource
 from holdfast.data.plan import MiniBatch, SamplePlan
 from holdfast.data.seeds import seed_slice
 from holdfast.engine.recovering import RecoveringLoop
-from holdfast.errors import ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
+from holdfast.errors import STOPPED, ConfigError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.models.step import Step
 from holdfast.models.trainable import Trainable
 from holdfast.records.types import Left
@@ -273,13 +273,13 @@ class TrainingLoop(RecoveringLoop):
     def _vote(self, step: int) -> CommitVote:
         """Return this worker's vote on the step, which it is ready to commit."""
         job = self._job
-        notes, parts = job.pending.notes, job.pending.leaves  # read once: a signal may arrive meanwhile
+        parts = job.pending.leaves  # read once: a signal may arrive meanwhile
         return CommitVote(
             guard=self._guard.fill(step, is_last=self._position.is_last(self._runner.in_progress())),
             parts=self._fingerprint.parts,
             step=leaver_vote(job.comm.local_ranks[-1]) if self._has_left else MinMax(step, step),
-            stop=bool(notes & Note.STOP),
-            leave=bool(notes & Note.LEAVE),
+            stop=job.pending.ends_loop,
+            leave=job.pending.stops_all,
             change=bool(parts or job.comm.newcomers(job.loop)),
             stays=not parts,
             has_store=not job.comm.has_lost_store,
@@ -301,7 +301,7 @@ class TrainingLoop(RecoveringLoop):
     def _apply(self, step: int) -> None:
         job, batch, trainable = self._job, self._runner.in_progress(), self._trainable
         self._points.enter("optimizer")
-        lost = trainable.missing_slices(batch)
+        lost = trainable.missing_slices(batch)  # this and the next two before apply, which drops the step's gradients
         workers = trainable.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
         job.committed.metrics = trainable.apply(batch, list(self._runner.names))
@@ -374,7 +374,7 @@ class TrainingLoop(RecoveringLoop):
         if self._outcome == "done":
             self._restorer.keep_end(job.loops.finished, has_stopped=self.is_stopping)
         self._log.mark("script")
-        job.pending.notes &= ~Note.STOP
+        job.pending.ends_loop = False
         if self._outcome == "gave-up":
             alive, least = len(job.comm.members), job.settings.min_workers
             raise TooFewWorkers(
@@ -382,7 +382,7 @@ class TrainingLoop(RecoveringLoop):
             )
         if self._outcome == "stopped":
             self._log.print_line(f"stopped on request; the state before step {job.step} is in {job.checkpoints.url}")
-            raise SystemExit(4)
+            raise SystemExit(STOPPED)
 
     def account(self) -> SampleCounts:
         """Return the account of all samples, including earlier loops."""

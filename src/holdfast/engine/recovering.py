@@ -21,7 +21,7 @@ from holdfast.engine.recovery_log import RecoveryLog
 from holdfast.engine.regroup import Regrouping
 from holdfast.engine.reinit_context import hand_over
 from holdfast.engine.restorer import StateRestorer
-from holdfast.errors import PeerFailed, StateLost, StoreLost, Unwind
+from holdfast.errors import STOPPED, PeerFailed, StateLost, StoreLost, Unwind
 from holdfast.integrity.certificate import begin_certificate
 from holdfast.integrity.sdc_guard import SdcGuard
 from holdfast.models.trainable import StepContext, Trainable
@@ -247,7 +247,7 @@ class RecoveringLoop(Regrouping):
 
     def _forget_stop(self) -> None:
         """Forget the script's request to stop: the script makes it again when it recomputes the step."""
-        self._job.pending.notes &= ~Note.STOP
+        self._job.pending.ends_loop = False
         self._flags &= ~Note.STOP
 
     def _load(self) -> int:
@@ -313,7 +313,7 @@ class RecoveringLoop(Regrouping):
             job.loops.at_end = self._end_before
             stop_at_end(job)
             job.loops.at_end = None  # the watcher's SIGTERM may come now, and asks for the same
-            raise SystemExit(4)
+            raise SystemExit(STOPPED)
         if not has_begun or not self._trainable.is_replicated:  # a single worker does not hold the whole state
             raise lost
         self._discard()

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from holdfast.base.orders import is_tree
 from holdfast.checkpoint import LoadedCheckpoint, take
 from holdfast.checkpoint.snapshot import SnapshotBuffer
 from holdfast.checkpoint.writer import WriteResult
@@ -91,7 +92,7 @@ class StateRestorer:
         self._job.loops.order = order
         if self._job.loops.sum is not None:
             self._job.loops.sum.order = order
-        self._position.align(in_tree=order.startswith("tree"))
+        self._position.align(in_tree=is_tree(order))
 
     def _read_samples(self) -> None:
         if len(self._job.comm.processes) > 1:  # one process has no other to compare them with

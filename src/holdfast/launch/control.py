@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from holdfast.base.options import request_in
+from holdfast.base.options import MAX_NUMBER, is_finite, is_whole, request_in
 from holdfast.base.temporary import write_private
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError, refuse
@@ -29,7 +28,6 @@ _ASKED = "asked.jsonl"
 _WAITS_FOR = "waits-for"
 
 MAX_WORKERS = 1024
-_MAX_NUMBER = 2**31 - 1
 
 CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every", "save")
 """Settings that a running job can change, and ``save``, a request for one checkpoint after the step in progress."""
@@ -224,10 +222,10 @@ def check_values(changes: Mapping[str, Any]) -> None:
             case "workers":
                 _check_number("WORKERS", value, 1, MAX_WORKERS)
             case "lr":
-                if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+                if not is_finite(value):
                     refuse(f"--lr must be a finite number, at least 0, got {value!r}")
             case "batch_size":
-                _check_number("--batch-size", value, 1, _MAX_NUMBER)
+                _check_number("--batch-size", value, 1, MAX_NUMBER)
             case "strategy":
                 names = strategy_names()
                 live = [name for name in names if strategy_class(name).can_change_live]
@@ -236,7 +234,7 @@ def check_values(changes: Mapping[str, Any]) -> None:
                 if value not in live:
                     refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
-                _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
+                _check_number("--checkpoint-every", value, 0, MAX_NUMBER)
             case "save":
                 if value is not True:
                     refuse(f"save must be true, got {value!r}")
@@ -255,7 +253,7 @@ def _check_workers(value: Any, job: RunningJob) -> None:
 
 
 def _check_number(what: str, value: Any, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
+    if not is_whole(value, least, most):
         refuse(f"{what} must be a whole number from {least} to {most}, got {value!r}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.errors import STOPPED
 from holdfast.launch.command_line import resume_command
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobLost, JobState, NodeDeparted, Verdict
@@ -34,7 +35,7 @@ def _explain_early_end(job: Job, outcome: str, checkpoint: str, step: int, worke
         why = f"too few workers are left to continue at step {step} (--min-workers {job.settings.min_workers})"
     if not checkpoint:
         return 1, f"{why}; nothing was saved, because there is no --checkpoint-dir", ""
-    code = 4 if outcome == "stopped" else 1
+    code = STOPPED if outcome == "stopped" else 1
     return code, f"{why}. {_go_on(job, step, checkpoint, workers)}", ""
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from holdfast.errors import STOPPED
 from holdfast.launch.fleet.nodes import FENCE_LEASES
 from holdfast.launch.job_state import JobBroken, JobCompleted, NodeDeparted, Verdict
 from holdfast.launch.record_bus import RecordBus, RunState
@@ -46,7 +47,7 @@ class StopProcedure:
         self._bus = bus
         self.is_requested = False
         """Whether the job, or this node's part in it, was asked to stop."""
-        self._signals = 0
+        self._has_signal = False
         self._at_once = False
         self._by_s: float | None = None
         self._notified = False
@@ -65,9 +66,9 @@ class StopProcedure:
         self.is_requested = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, users Ctrl-C
-        self._signals += 1
-        self.is_requested = True
+        if self._has_signal and number == signal.SIGINT:  # schedulers repeat SIGTERM, users Ctrl-C
+            self._at_once = True  # no `|=`: another signal may be handled in the middle of it
+        self._has_signal = self.is_requested = True
 
     # -- answers
 
@@ -114,8 +115,8 @@ class StopProcedure:
         if isinstance(verdict, JobBroken) and (verdict.exit_code == 2 or (verdict.is_final and verdict.traceback)):
             return verdict
         if state.last_step < 0:
-            return JobBroken("stopped before training; nothing was lost", exit_code=4)
-        return verdict if state.saved is None else JobBroken("stopped before training continued", exit_code=4)
+            return JobBroken("stopped before training; nothing was lost", exit_code=STOPPED)
+        return verdict if state.saved is None else JobBroken("stopped before training continued", exit_code=STOPPED)
 
     def patience_s(self) -> float:
         """Return how long the end of the job may wait for what receives its records; infinite if it was not asked to stop.

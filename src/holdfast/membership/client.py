@@ -126,7 +126,7 @@ class HubStore(Store):
                 self._request_number += 1
                 number = self._request_number
                 line = dump({"id": number, "op": op, **fields})
-                self._unanswered = number, line
+                self._unanswered = number, line  # before it is sent: the listening thread may have to repeat it
                 self._send(line)
             return self._await(number)
 

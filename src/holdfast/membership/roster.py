@@ -93,7 +93,7 @@ class Roster:
 
     def check(self) -> None:
         """Raise ``PeerFailed`` if a member is known to be dead, or a peer has revoked this generation; very cheap."""
-        version = self.store.version
+        version = self.store.version  # before the keys: a change that comes in between is looked at next time
         if version == self._seen:
             return
         if revoker := self.store.get(f"g/{self.generation}/revoked"):

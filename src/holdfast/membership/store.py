@@ -231,7 +231,7 @@ class Store(ABC):
             self._announce_change()
 
     def _announce_change(self) -> None:
-        self._version += 1
+        self._version += 1  # after the change, which Roster.check would miss otherwise; before the wake
         self._wake()
         if self._signal_fd >= 0:
             os.eventfd_write(self._signal_fd, 1)

@@ -125,7 +125,7 @@ class BucketLayout:
         flat = [b.span.of(memory) for b in self.layouts]
         views = [bucket.views(term) for bucket, term in zip(self.layouts, flat, strict=True)]
         if self.copies is not None or self.has_versions:
-            views = [[view.data for view in some] for some in views]
+            views = [[view.data for view in some] for some in views]  # .detach() would share one version counter
         tails = [term[bucket.gradients_end :] for bucket, term in zip(self.layouts, flat, strict=True)]
         return SliceGradients(flat, views, tails, row)
 
@@ -348,7 +348,7 @@ class BucketLayout:
 
     def _views_of(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the gradients in bucket ``i``, renewed when the result has moved to other memory."""
-        if self._result_views[i][0] != flat.data_ptr():
+        if self._result_views[i][0] != flat.data_ptr():  # the views keep their memory, so no other has its address
             self._result_views[i] = (flat.data_ptr(), self.layouts[i].views(flat))
         return self._result_views[i][1]
 

@@ -10,7 +10,7 @@ bucket's parameters and their optimizer state. A rollback restores the copies, s
 never began. The memory of the copies is reused in every step.
 
 Updates run one after another in a separate thread, concurrently with the following all-reduces. These start after the
-backward pass, so updates overlap with communication only. The last update ends before the commit vote.
+backward pass, so updates overlap with communication and the commit vote only; a guard that reads the parameters waits.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from holdfast.models.part import ModelPart, Stateful
 from holdfast.models.step import Step
 from holdfast.models.training_state import clone
 from holdfast.records.types import Record
-from holdfast.recovery.messages import Note
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.context import JobContext
 from holdfast.state.run_log import RunLog
@@ -315,7 +314,7 @@ class Runner(ABC):
 
     def ask_to_stop(self) -> None:
         """Request that training ends with this step."""
-        self._job.pending.notes |= Note.STOP
+        self._job.pending.ends_loop = True
 
     def give_nothing(self) -> None:
         """Complete this worker's slices without computing them, in a loop that the script has left: no worker commits them."""

@@ -40,7 +40,7 @@ _IS_EXITING = 0x4
 _FLAGS, _CORE = 5, 35
 """Numbers of the flags and of the core among the fields after the state."""
 
-_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_LIBRARY = ctypes.CDLL(None, use_errno=True)  # not PyDLL: a thread that waits for a lock must not hold the GIL
 _LIBRARY.mmap.restype = ctypes.c_void_p
 _LIBRARY.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _LIBRARY.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -65,7 +65,7 @@ def hold_life_lock(memory: mmap.mmap, at: int) -> None:
     _LIBRARY.pthread_mutexattr_setrobust(attributes, 1)
     if _LIBRARY.pthread_mutex_init(place, attributes) == 0:
         _LIBRARY.pthread_mutex_lock(place)
-        _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())
+        _HOST.pack_into(memory, at + _MUTEX_BYTES, _this_host())  # last: others take the lock only where they see it
         # Never unmapped, not even when the interpreter ends: the C library links the locks of a thread to each other.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
@@ -171,6 +171,21 @@ def _map(fd: int, size_bytes: int, access: int) -> int:
     return address
 
 
+def is_over(state: str, fields: list[str]) -> bool:
+    """Return whether a process or thread has ended, or the kernel has begun to end it: none of its own code runs then."""
+    return state in "ZX" or bool(int(fields[_FLAGS]) & _IS_EXITING)
+
+
+def stat_of(pid: int | str) -> tuple[str, list[str]]:
+    """Return the state of a process or ``PID/task/THREAD``, and the fields behind it; "X" and none if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X", []
+    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the process name before it may contain spaces
+    return state, fields
+
+
 def _core_of_end(pid: int) -> int | None:
     """Return the core on which a process ends, and keep it there; -1 if it has ended, None if it has not begun to.
 
@@ -182,15 +197,11 @@ def _core_of_end(pid: int) -> int | None:
     except OSError:
         return -1
     for thread in threads:
-        try:
-            stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
-            state, *fields = stat[stat.rindex(")") + 2 :].split()
-            if state in "ZX":
-                continue
-            if not int(fields[_FLAGS]) & _IS_EXITING:
-                return None
-        except OSError:  # it has ended meanwhile
+        state, fields = stat_of(f"{pid}/task/{thread}")
+        if state in "ZX":
             continue
+        if not is_over(state, fields):
+            return None
         core = int(fields[_CORE])
         with contextlib.suppress(OSError):  # it has ended meanwhile, or may not be kept there
             os.sched_setaffinity(int(thread), {core})

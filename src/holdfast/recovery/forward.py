@@ -46,7 +46,7 @@ class Forward(Strategy):
         # All survivors must hold gradients of the same assignment of slices. If one still has to catch up, or has
         # not computed its gradients, the step has not begun: the survivors compute it from its start.
         goes_back = view.loading or view.corrupt or view.altered or view.is_planned
-        cannot_go_on = goes_back or not view.all_computed or (view.behind and view.next_sum == 0)
+        cannot_go_on = goes_back or not view.all_computed or view.catch_up
         if cannot_go_on or view.alive < self.min_workers:
             return discard_step(view, self.min_workers)
         orders: list[Action] = []

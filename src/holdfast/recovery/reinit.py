@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown, Reinitialise
+from holdfast.recovery.messages import Action, Event, LoadCheckpoint, ProgressKnown, Reinitialise
 from holdfast.recovery.rollback import discard_step
 from holdfast.recovery.strategy import ProgressView, Strategy
 
@@ -38,8 +38,6 @@ class Reinit(Strategy):
                 # state would be useless. A step that is only to be retried needs no new application.
                 if view.loading or view.corrupt or view.altered or view.is_planned or view.alive < self.min_workers:
                     return discard_step(view, self.min_workers)
-                closed_by_some = view.behind and view.next_sum == 0
-                catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []
-                return [*catch_up, Reinitialise(), LoadCheckpoint()]
+                return [*view.catch_up, Reinitialise(), LoadCheckpoint()]
             case _:
                 return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown
+from holdfast.recovery.messages import Action, Event, LoadCheckpoint, ProgressKnown
 from holdfast.recovery.rollback import discard_step
 from holdfast.recovery.strategy import ProgressView, Strategy
 
@@ -31,8 +31,6 @@ class Restart(Strategy):
                 view = ProgressView.of(event)
                 if view.is_planned or view.altered or view.alive < self.min_workers:
                     return discard_step(view, self.min_workers)
-                closed_by_some = view.behind and view.next_sum == 0 and not view.loading
-                catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []
-                return [*catch_up, LoadCheckpoint()]
+                return [*view.catch_up, LoadCheckpoint()]
             case _:
                 return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.recovery.messages import Action, CatchUp, DiscardStep, Event, LoadCheckpoint, ProgressKnown, SaveAndStop
+from holdfast.recovery.messages import Action, DiscardStep, Event, LoadCheckpoint, ProgressKnown, SaveAndStop
 from holdfast.recovery.strategy import ProgressView, Strategy
 
 
@@ -43,9 +43,7 @@ def discard_step(view: ProgressView, min_workers: int) -> list[Action]:
     if view.loading or view.lost or view.corrupt:
         orders.append(LoadCheckpoint())
     elif not view.is_planned:
-        if view.behind and view.next_sum == 0:
-            orders.append(CatchUp(view.step - 1))
-        orders.append(DiscardStep(view.step))
+        orders += [*view.catch_up, DiscardStep(view.step)]
     if view.alive < min_workers:
         orders.append(SaveAndStop())
     return orders

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import ClassVar, Self
 
 from holdfast.errors import ConfigError, InternalError
-from holdfast.recovery.messages import LOADING, Action, Event, Note, ProgressKnown
+from holdfast.recovery.messages import LOADING, Action, CatchUp, Event, Note, ProgressKnown
 
 REPLICATED, PIPELINE, SHARDED = MODELS = ("replicated", "pipeline", "sharded")
 """Kinds of models, by how their parameters are distributed over the workers."""
@@ -118,3 +118,9 @@ class ProgressView:
             altered=any(p.flags & Note.ALTERED for p in event.progress.values()),
             alive=len(completed),
         )
+
+    @property
+    def catch_up(self) -> list[Action]:
+        """The order to apply the last step, if some survivor has committed it and others have not; none otherwise."""
+        is_due = self.behind and self.next_sum == 0 and not self.loading
+        return [CatchUp(self.step - 1)] if is_due else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.base.orders import is_tree
 from holdfast.base.side_work import say
 from holdfast.data.assignment import choose_slices
 from holdfast.data.loader import DataSource
@@ -52,7 +53,7 @@ def plan_of(job: JobContext, opened: OpenedSource, epochs: int) -> SamplePlan:
         members=job.first_members[: len(job.first_members) - settings.spares],
         split=settings.split,
         batch=settings.batch,
-        in_tree=job.loops.order.startswith("tree"),
+        in_tree=is_tree(job.loops.order),
         sampler=opened.sampler,
         stream=opened.stream,
     )

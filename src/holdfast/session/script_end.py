@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 
 from holdfast.comm import VirtualCommunicator
-from holdfast.errors import CheckpointError, ScriptError
+from holdfast.errors import STOPPED, CheckpointError, ScriptError
 from holdfast.records.paths import stop_path
-from holdfast.recovery.messages import Note
 from holdfast.state.context import JobContext
 from holdfast.state.loop_end import save_end, stop_at_end
 from holdfast.state.run_log import RunLog
@@ -37,9 +36,8 @@ def forget_job(job: JobContext) -> None:
 
 def forget_jobs() -> None:
     """Forget jobs whose application was torn down; the next session notes its own."""
-    for job in _jobs:
+    for job in _take_jobs():  # first: SIGTERM looks for the end of a job that is noted
         job.loops.at_end = None
-    _jobs.clear()
 
 
 def on_sigterm(job: JobContext, *, is_outside: bool = False, has_own: bool = False) -> None:
@@ -61,14 +59,12 @@ def on_sigterm(job: JobContext, *, is_outside: bool = False, has_own: bool = Fal
     if run_dir and not isinstance(job.comm, VirtualCommunicator) and not stop_path(Path(run_dir)).exists():
         job.pending.leaves = True
         return
-    if is_outside and not any(job is one for one in _jobs):
-        return
-    end = job.loops.at_end
-    if job.loops.is_saving_end or (end is None and not is_outside):
+    is_rebuilt = job.rebuilds.current is not None  # the vote in its next loop says so
+    if job.loops.is_saving_end or (job.loops.at_end is None and (is_rebuilt or not is_outside)):
         if not has_own:
-            job.pending.notes |= Note.LEAVE
-        return
-    _stop(job, has_own=has_own)
+            job.pending.stops_all = True
+    elif not is_outside or any(job is one for one in _jobs):
+        _stop(job, has_own=has_own)
 
 
 def stop_if_asked(job: JobContext) -> None:
@@ -77,7 +73,7 @@ def stop_if_asked(job: JobContext) -> None:
     Raises:
         SystemExit: if so.
     """
-    if job.pending.notes & Note.LEAVE and job.loops.at_end is not None:
+    if job.pending.stops_all and job.loops.at_end is not None:
         _stop(job, has_own=False)
 
 
@@ -98,13 +94,13 @@ def exit_code() -> int:
     Other workers may be in the next loop already, and wait. Membership stores report to them a process that does not end
     with 0; Open MPI reports one that does.
     """
-    return 4 if _stopped and _stopped[0].comm.has_atomic_shrink else 0
+    return STOPPED if _stopped and _stopped[0].comm.has_store else 0
 
 
 def note_stop(job: JobContext) -> None:
     """At the start of a loop, find out whether all workers are to stop: a handler of the script may have taken the signal."""
     if job.settings.run_dir and stop_path(Path(job.settings.run_dir)).exists():
-        job.pending.notes |= Note.LEAVE
+        job.pending.stops_all = True
 
 
 def check_and_save() -> None:

@@ -17,7 +17,7 @@ from holdfast.faults.process import Injector
 from holdfast.records.beacon import Beacon, NoBeacon
 from holdfast.records.logger import Logger
 from holdfast.records.types import Finished
-from holdfast.recovery.messages import NO_NOTE, Action, Note
+from holdfast.recovery.messages import Action
 from holdfast.state.manager import CheckpointManager
 
 
@@ -132,7 +132,7 @@ class LoopState:
         has_missed: This worker, which is to join others, came too late for a loop.
         is_counted_once: The epoch of the loaded checkpoint is known only if an epoch has one loop.
         at_end: The state at the end of the last loop; None within a loop, and where nothing needs to be saved.
-        is_saving_end: ``at_end`` is being saved, and None meanwhile.
+        is_saving_end: ``at_end`` is being saved.
         past: The call of ``epochs`` that has ended last, and its number of epochs, until a loop begins.
         may_save_outside: The script's end, or SIGTERM outside of a loop, reaches this session, which can save ``at_end`` then.
     """
@@ -170,14 +170,18 @@ class LoopState:
 
 @dataclass(slots=True)
 class PendingRequests:
-    """Signals and requests that only this worker knows of so far. Written by signal handlers and the script's thread.
+    """Signals and requests that only this worker knows of so far, for the next commit vote.
+
+    No field is written by signal handlers and by the script's thread: a handler may run in the middle of ``x |= y``.
 
     Args:
-        notes: Flags that this worker contributes to the next commit vote, for example that all workers must stop.
-        leaves: This worker was asked to leave the job.
+        ends_loop: The script asked to stop after this step. Written by its thread.
+        stops_all: All workers must stop. Set by signal handlers and before a loop, and never cleared.
+        leaves: This worker was asked to leave the job. Set by signal handlers, and never cleared.
     """
 
-    notes: Note = NO_NOTE
+    ends_loop: bool = False
+    stops_all: bool = False
     leaves: bool = False
 
 

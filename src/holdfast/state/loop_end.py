@@ -68,16 +68,16 @@ def save_end(job: JobContext) -> None:
     Raises:
         CheckpointError: if it could not be saved.
     """
-    end, job.loops.at_end = job.loops.at_end, None
+    loops, end = job.loops, job.loops.at_end
     if end is None:
         return
-    job.loops.is_saving_end = True
     try:
+        loops.is_saving_end = True
         if end.content is not None:
             _save(job, end, end.content)
     finally:
-        job.loops.is_saving_end = False
-        job.loops.at_end = dataclasses.replace(end, content=None, info={})
+        loops.at_end = dataclasses.replace(end, content=None, info={})
+        loops.is_saving_end = False  # last: from here on SIGTERM looks at at_end
 
 
 def stop_at_end(job: JobContext) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.base.formatting import clean
-from holdfast.errors import CheckpointError, ConfigError, JobError
+from holdfast.errors import STOPPED, CheckpointError, ConfigError, JobError
 from holdfast.tools.certificate import CertifiedSteps
 from holdfast.tools.divergence import compare_runs
 
@@ -49,7 +49,7 @@ class ReplayPlan:
         """Run the script, and return the records; raise a JobError if it did not reach the last step."""
         with tempfile.TemporaryDirectory(prefix="holdfast-verify-") as folder:
             outcome = self._launch(Path(folder))
-        if outcome.exit_code not in (0, 4):
+        if outcome.exit_code not in (0, STOPPED):
             raise JobError(f"steps {self.start} to {self.stop} could not be replayed: {outcome.message}")
         return outcome.records
 

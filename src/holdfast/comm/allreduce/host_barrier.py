@@ -75,7 +75,7 @@ class HostBarrier:
         own_row = self._words[self._me]
         own_row[_GIVEN] = _LOWEST
         own_row[_GIVEN][: len(values)] = values
-        own_row[_ARRIVED] = self._phase
+        own_row[_ARRIVED] = self._phase  # last: whoever sees it sees the values, too (ORDERED_STORES)
         first = self._words[self._firsts[self._host]]
         with waiting:
             if self._me == self._firsts[self._host]:
@@ -98,7 +98,7 @@ class HostBarrier:
         for process in self._local:
             self._check(self._words[process, [0, 1, _ARRIVED]], process)
         own_row[_LARGEST] = self._between_hosts(self._words[self._local, _GIVEN].max(0))
-        own_row[_RELEASED] = self._phase
+        own_row[_RELEASED] = self._phase  # last, as above
 
     def _between_hosts(
         self, largest: np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -188,7 +188,7 @@ class SharedMemoryReduce(ReducePath):
         if self._words is None:
             self._comm.barrier()
             return
-        self._words[self._me, 2] = self._phase
+        self._words[self._me, 2] = self._phase  # after all numbers; where stores are not ordered, a barrier follows
         # MPI's own barrier would spin meanwhile, and take the core from processes that still compute.
         with waiting:
             wait_until(lambda: self._words_far.min() >= self._phase, self._comm.check_failures, self._patience)

@@ -20,7 +20,7 @@ from torch import nn, optim
 
 from holdfast.config import Settings
 from holdfast.engine.start_rank import leads_at_start
-from holdfast.errors import ConfigError, InternalError, ScriptError
+from holdfast.errors import STOPPED, ConfigError, InternalError, ScriptError
 from holdfast.integrations.lightning.agreement import in_turn
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO
 from holdfast.integrations.lightning.duties import LeadDuties
@@ -40,8 +40,6 @@ from holdfast.session.session import Session
 
 _POSITION = "holdfast"
 """Key of the position in the data, in a checkpoint."""
-STOPPED = 4
-"""Exit code of a job that was stopped on request."""
 
 
 class TrainingRun:

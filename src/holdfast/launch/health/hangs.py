@@ -16,13 +16,11 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.base.phases import Phase, times_of
+from holdfast.base.phases import FIRST_STEP_TIMES, Phase, times_of
 from holdfast.records.beacon import UNCONNECTED, BeaconPosition
 
 _TIMES = 3.0
 """Factor on the longest duration observed, and on the limit of the pulse in a worker's first step."""
-_NEW_TIMES = 10.0
-"""Factor on the limit for a worker's first step, which may compile and load data, and of the pulse before it."""
 _LOOKS_WITHIN_S = 0.1
 """A launcher that has not checked for this long, or half the timeout, may have been suspended with the machine."""
 _IN_STEP = Phase.TRAINING.value.beacon
@@ -148,7 +146,7 @@ class HangDetector:
                 self._longest_silence_s = max(self._longest_silence_s, silent_s)
             self._pulses[rank] = _Sight(position, now_s)
             return None
-        times = _NEW_TIMES if position.phase in _UNEVEN else 1.0 if position.applied else _TIMES
+        times = FIRST_STEP_TIMES if position.phase in _UNEVEN else 1.0 if position.applied else _TIMES
         limit_s = times * max(self.timeout_s, _TIMES * self._longest_silence_s)
         if not position.pulse or position.phase in UNCONNECTED or silent_s <= limit_s:
             return None
@@ -167,7 +165,7 @@ class HangDetector:
         return 0.0
 
     def _limit_s(self, position: BeaconPosition) -> float:
-        times = max(_PHASE_TIMES[position.phase], 1.0 if position.applied else _NEW_TIMES)
+        times = max(_PHASE_TIMES[position.phase], 1.0 if position.applied else FIRST_STEP_TIMES)
         longest_s = _TIMES * self._longest_segment_s
         if position.phase in _OUTSIDE:  # the time of a step says nothing about the script's own code
             return max(times * self.timeout_s, longest_s)

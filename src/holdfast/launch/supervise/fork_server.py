@@ -232,7 +232,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _take_over(request: dict[str, Any], files: list[int]) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as in the server, waitpid of the worker would fail: ECHILD
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)

@@ -16,6 +16,7 @@ from typing import NoReturn, Self
 
 from holdfast.base.phases import Phase
 from holdfast.base.temporary import write_private
+from holdfast.records.life_lock import is_over, stat_of
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -23,10 +24,6 @@ _GRACE_S = Phase.TEAR_DOWN.value.fixed_s
 """Time that mpirun may take to clean up after a SIGTERM."""
 _CHILDREN_END_S = 1.0
 """Time to wait for killed children to end: blocked I/O may keep one alive forever."""
-
-
-_IS_EXITING = 0x4
-"""Flag ``PF_EXITING`` of a process, in the kernel's ``sched.h``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +57,8 @@ class Process:
 
     def is_ending(self) -> bool:
         """Return whether the process has ended, or the kernel has begun to end it."""
-        state, fields = _stat_of(self.pid)
-        return _is_over(state, fields) or int(fields[18]) != self.started
+        state, fields = stat_of(self.pid)
+        return is_over(state, fields) or int(fields[18]) != self.started
 
     def signal_of_end(self) -> int | None:
         """Return the signal that ends the process, as soon as no thread of it runs any more; None before.
@@ -72,9 +69,9 @@ class Process:
             threads = os.listdir(f"/proc/{self.pid}/task")
         except OSError:
             return 0
-        if not all(_is_over(*_stat_of(f"{self.pid}/task/{thread}")) for thread in threads):
+        if not all(is_over(*stat_of(f"{self.pid}/task/{thread}")) for thread in threads):
             return None
-        _, fields = _stat_of(self.pid)
+        _, fields = stat_of(self.pid)
         if not fields or int(fields[18]) != self.started:
             return 0
         status = int(fields[48])
@@ -112,23 +109,8 @@ class Process:
 
 def _state_of(pid: int) -> tuple[str, int]:
     """Return the state of a process, as in ``/proc/PID/stat``, and its start time; "X" if there is none."""
-    state, fields = _stat_of(pid)
+    state, fields = stat_of(pid)
     return state, int(fields[18]) if fields else -1
-
-
-def _is_over(state: str, fields: list[str]) -> bool:
-    """Return whether a process or thread has ended, or the kernel has begun to end it: none of its own code runs then."""
-    return state in "ZX" or bool(int(fields[5]) & _IS_EXITING)
-
-
-def _stat_of(pid: int | str) -> tuple[str, list[str]]:
-    """Return the state of a process or ``PID/task/THREAD``, and the fields behind it; "X" and none if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X", []
-    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the process name before it may contain spaces
-    return state, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +159,7 @@ def pairs_in(run_dir: Path) -> dict[int, WatchedWorker]:
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Request signal ``number`` for this process when its parent dies; if ``parent`` is given and dead, exit now."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)  # then look: a parent that died before it sends no signal
     if os.getppid() == 1 if parent is None else os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

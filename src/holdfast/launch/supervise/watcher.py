@@ -92,7 +92,7 @@ class Starter:
 def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> NoReturn:
     """Wait for the worker ``pid``, record how it ended, and end so that the other workers are notified."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which saves; the watcher outlives it
+        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which was forked before: it would inherit this
     exit_code: int | None = None
     try:
         settings, rank = worker_name()
@@ -101,7 +101,7 @@ def watch(pid: int, mpirun: Process | None, starter: Starter | None = None) -> N
             pid, {"mpirun": mpirun, "starter": None if starter is None else starter.process}, settings, rank
         )
         if exit_code is not None:
-            tell(exit_code)
+            tell(exit_code)  # before the starter ends, whose parent then looks for this record
         if exit_code and starter is not None:
             starter.end(succeeded=False)
         end_children()
@@ -220,7 +220,7 @@ def _wake_watchers(settings: Settings) -> None:
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
     """Return whether worker or mpirun has ended within the grace period; an empty set if neither has."""
-    grace_s = float(os.environ.get(GRACE_S, "30"))
+    grace_s = float(os.environ[GRACE_S])
     ended = wait_for_end(handles, grace_s)
     path = beacon_path(Path(settings.run_dir), rank)
     position = run_aside("reading the beacon", lambda: Beacon.read(path), None) if settings.run_dir else None

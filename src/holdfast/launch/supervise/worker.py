@@ -25,7 +25,7 @@ from holdfast.base.side_work import say
 from holdfast.base.system_errors import is_limit, refusal, refusal_to_torch
 from holdfast.config import Settings
 from holdfast.engine.start_rank import LOOPBACK, mpi_rank
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import STOPPED, ConfigError, HoldfastError
 from holdfast.launch.health.stacks import stack_path, write_stacks_on_signal
 from holdfast.launch.supervise.debug_handlers import handlers_path, serve_handlers
 from holdfast.launch.supervise.gpus import for_slot
@@ -35,7 +35,6 @@ from holdfast.launch.supervise.slots import slot_at_start
 from holdfast.launch.supervise.watcher import Starter, end_if_orphaned, mpirun_above, watch
 from holdfast.launch.supervise.worker_context import (
     LOG_DIR,
-    STOPPED,
     launcher_process,
     log_beside,
     note_pair,

@@ -20,8 +20,6 @@ LOG_DIR = "HOLDFAST_LOG_DIR"
 """Directory in which each worker's output is kept; if not set, output is not redirected."""
 LAUNCHER = "HOLDFAST_LAUNCHER"
 """The launcher's process: the workers end with it, even if mpirun hangs."""
-STOPPED = 4
-"""Exit code of a script whose session saved its state on request (SIGTERM)."""
 ALL_STOP = "HOLDFAST_ALL_STOP"
 """Whether all workers of the job stop when the launcher is gone, not only those of this node."""
 LAUNCHER_NODE = "HOLDFAST_LAUNCHER_NODE"

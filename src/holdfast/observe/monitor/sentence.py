@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.base.formatting import count, listing, number, seconds
+from holdfast.errors import STOPPED
 from holdfast.observe.monitor.membership import Membership
 
 _MOST_NAMED = 4
@@ -68,7 +69,7 @@ def _of_end(members: Membership, ended: Ended) -> tuple[str, str]:
     lost = members.lanes.count("lost")
     after = f"after {count(members.progress.step, 'step')} in {seconds(ended.end_s)}"
     outcome = ended.outcome or members.outcome or "failed"
-    if ended.exit_code not in (None, 0, 4):
+    if ended.exit_code not in (None, 0, STOPPED):
         outcome = "failed"
     if outcome == "failed":
         why = ended.why or members.error
@@ -76,7 +77,7 @@ def _of_end(members: Membership, ended: Ended) -> tuple[str, str]:
     if outcome == "gave-up":
         return "bad", f"Gave up {after}: too few workers."
     if outcome == "stopped":
-        return "warning", f"Stopped on request {after}{'; its state was saved' if ended.exit_code == 4 else ''}."
+        return "warning", f"Stopped on request {after}{'; its state was saved' if ended.exit_code == STOPPED else ''}."
     losses = f"; {count(lost, 'worker')} lost" if lost else ""
     return "done", f"Done {after}{losses}."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from holdfast.base.orders import is_tree
 from holdfast.data.assignment import assign_slices, even_ranges
 from holdfast.records.types import RunStarted, SettingChanged
 
@@ -39,7 +40,7 @@ class SliceShares:
         preferred = {rank: home for rank, home in preferred.items() if rank >= 0}
         preferred |= {rank: (start.slices, start.slices) for rank in active if rank not in preferred}
         slices: dict[int, list[int]] = {rank: [] for rank in active}
-        owners = assign_slices(start.slices, preferred, self._speeds, aligned=start.order.startswith("tree"))
+        owners = assign_slices(start.slices, preferred, self._speeds, aligned=is_tree(start.order))
         for number, rank in enumerate(owners):
             slices[rank].append(number)
         return slices
