@@ -327,7 +327,7 @@ def test_an_optimizer_in_a_thread_needs_host_memory(fabric):
 
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 def test_a_checkpoint_is_saved_from_the_device_and_loaded_onto_it(tmp_path):
-    settings = VIRTUAL | {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    settings = VIRTUAL | {"checkpoint_dir": str(tmp_path), "checkpoint_every": STEPS}
     with elsewhere():
         for resume in (False, True):
             model = net()
