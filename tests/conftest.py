@@ -84,7 +84,6 @@ LONG = (
     "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-adam-killed2",
     # Long by what they count; shorter ones of the same file run every time.
     "chaos/test_streams.py::test_the_multiset_of_100_000_samples_is_exact_on_8_then_5_then_7_workers",
-    "unit/test_guard.py::test_a_long_run_without_faults_rings_no_alarm_and_keeps_its_bits",
     "chaos/test_foreign_launchers.py::test_a_task_of_srun_that_dies_at_its_start_is_named_and_the_others_end_or_begin_without_it[begins",
     # At other steps, or for other kinds of stream, what a neighbour shows.
     "unit/test_streams.py::test_a_resumed_run_continues_with_the_next_sample[0-Buffered-24]",
@@ -100,7 +99,6 @@ LONG = (
     "unit/test_streams.py::test_a_stream_that_counts_its_epochs_is_given_the_right_count[10-1]",
     "unit/test_streams.py::test_a_stream_that_counts_its_epochs_is_given_the_right_count[30-",
     "unit/test_streams.py::test_all_kinds_of_stream_give_the_same_samples_and_the_same_noise[undisturbed]",
-    "unit/test_certificate.py::test_a_lowest_bit_that_flips_at_who_does_not_lead_is_found_or_nothing_is_left_of_it[optimizer]",
     "unit/test_model_parallel_features.py::test_deaths_change_no_bit_unless_something_depends_on_who_is_there[sharded-loaders]",
     "model/test_protocol_explored.py::test_newcomers_get_what_the_others_have_or_nobody_goes_on[2-2-1-forward]",
     "model/test_protocol_explored.py::test_newcomers_get_what_the_others_have_or_nobody_goes_on[2-2-1-reinit]",
@@ -373,7 +371,6 @@ LONG = (
     "lab/test_soft_group.py::test_trials_from_a_warm_state_find_what_trainings_in_processes_of_their_own_find",
     "lab/test_soft_group.py::test_stages_of_a_pipeline_have_their_own_layers_and_one_is_altered_alone",
     "unit/test_reinit.py::test_the_bits_are_those_of_the_undisturbed_run_and_the_old_application_is_gone[root]",
-    "unit/test_checkpoint_formats.py::test_thousands_of_small_tensors[dcp]",
     "model/test_ddp_explored.py::test_every_survivor_completes_the_same_collectives_and_none_waits_for_ever[4-2-Collectives]",
     "model/test_ddp_explored.py::test_every_line_is_needed_here_too[FailsWhereItWasCalled-",
     "model/test_ddp_explored.py::test_a_collective_that_is_made_again_does_not_need_the_confirmation",

@@ -1,6 +1,5 @@
 """The sum by messages: slices that their holder may add first go as one, and no bit knows of it."""
 
-import itertools
 import time
 from collections import Counter
 
@@ -63,36 +62,12 @@ def in_one_hand(order, numbers):
     return out
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    order=st.sampled_from(["fold", "tree"]),
-    owners=st.dictionaries(st.integers(0, 20), st.integers(0, 2), min_size=1, max_size=14),
-)
-def test_what_is_added_before_it_is_sent_changes_no_bit(order, owners):
-    groups = addable(owners, order)
-    sums = []
-    for group in groups:
-        assert len({owners[n] for n in group}) == 1, "nobody adds what it has not"
-        sums.append((group[0], torch.empty(LENGTH)))
-        ORDERS[order]([(n, term(n)) for n in group], sums[-1][1])
-    whole = torch.empty(LENGTH)
-    ORDERS[order](sums, whole)
-
-    assert sorted(itertools.chain(*groups)) == sorted(owners)
-    assert torch.equal(whole, in_one_hand(order, owners))
-
-
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("order", ["fold", "tree"])
 @pytest.mark.parametrize(
     "owners",
-    [
-        {n: n * 3 // 16 for n in range(16)},
-        {n: n % 3 for n in range(7)},
-        {n: 0 if n < 13 else 1 for n in range(14)},
-        {0: 2, 1: 2, 4: 0, 5: 1, 6: 1, 7: 1},
-    ],
-    ids=["runs", "scattered", "uneven", "with gaps"],
+    [{n: n * 3 // 16 for n in range(16)}, {n: n % 3 for n in range(7)}, {0: 2, 1: 2, 4: 0, 5: 1, 6: 1, 7: 1}],
+    ids=["runs", "scattered", "with gaps"],
 )
 def test_the_sum_by_messages_has_the_bits_of_one_worker(order, owners, checked):
     result, _, found = exchange(order, owners, checked=checked)
@@ -140,7 +115,7 @@ def test_in_a_tree_many_slices_are_sent_like_one_and_in_a_fold_each_by_itself():
     assert not torch.equal(in_one_hand("tree", range(16)), in_one_hand("fold", range(16))), "the order shows"
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("workers", [2, 5])
 def test_after_a_loss_only_the_worker_that_took_over_the_slice_sends_more(workers):
     for order, owners in {
         "fold": {n: min(n, workers - 1) for n in range(workers + 1)},
@@ -160,7 +135,7 @@ def after_a_loss(workers, lost, order):
 
 
 @pytest.mark.parametrize("order", ["fold", "tree"])
-@pytest.mark.parametrize("workers", [3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [3, 8])
 def test_after_a_loss_no_worker_sends_more_than_one_and_an_nth_of_what_a_ring_sends(monkeypatch, workers, order):
     for lost in (0, workers // 2, workers - 1):
         owners, left = after_a_loss(workers, lost, order), workers - 1
@@ -177,7 +152,7 @@ def test_after_a_loss_no_worker_sends_more_than_one_and_an_nth_of_what_a_ring_se
         assert torch.equal(balanced, even)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     length=st.integers(0, 5000),
     line=st.sampled_from([1, 16]),
@@ -217,7 +192,7 @@ def test_balanced_parts_change_no_bit(order, owners, checked):
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("order", ["fold", "tree"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     owners=st.dictionaries(st.integers(0, 9), st.integers(0, 2), min_size=1, max_size=8),
     length=st.sampled_from([1, 17, LENGTH]),

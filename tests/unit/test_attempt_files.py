@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from some_records import some
 
 from holdfast.config import Settings
 from holdfast.launch.elasticity import ElasticWorkers
@@ -40,7 +41,7 @@ def say(paths, rank, text):
 
 def commit(paths, rank, step):
     recorder = FileRecorder(records_path(paths.run_dir, str(rank)))
-    recorder.write(StepCommitted(t_s=float(step), rank=rank, step=step, epoch=0, samples=4, workers=4, metrics={}))
+    recorder.write(some(StepCommitted, t_s=float(step), rank=rank, step=step))
     recorder.close()
 
 
@@ -103,11 +104,14 @@ def test_output_that_cannot_be_read_is_named_once_and_costs_the_job_nothing(path
     assert files.output() == [(0, "readable again")]
 
 
+def attempt_in(folder):
+    job = Job(script=folder / "train.py", settings=Settings(fabric="gloo", workers=2))
+    return JobAttempt(Fleet(job), job.settings, (0, 1), RunPaths(run_dir=folder, log_dir=folder, memory_dir=None))
+
+
 def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pair_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.launch.supervise.attempt.start", lambda *_: SimpleNamespace(poll=lambda: 0))
-    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
-    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
+    attempt = attempt_in(tmp_path)
     gone = Process(pid=2**22, started=1)
     WatchedWorker(gone, gone).note(pair_path(tmp_path, 0))
 
@@ -120,9 +124,7 @@ def test_what_was_started_for_workers_that_have_ended_is_forgotten_once_their_pa
 
 def test_processes_are_known_although_their_file_was_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.launch.supervise.attempt.start", lambda *_: SimpleNamespace(poll=lambda: None))
-    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
-    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
+    attempt = attempt_in(tmp_path)
     pair = WatchedWorker(Process(pid=2**22, started=1), Process(pid=2**22 + 1, started=1))
     pair.note(pair_path(tmp_path, 0))
     assert attempt.pair(0) == pair
@@ -148,9 +150,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again_and_costs_the_job_n
         "holdfast.launch.supervise.attempt.start",
         lambda *given: started.append(given[1]) or SimpleNamespace(poll=lambda: None),
     )
-    job = Job(script=tmp_path / "train.py", settings=Settings(fabric="gloo", workers=2))
-    paths = RunPaths(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
-    attempt = JobAttempt(Fleet(job), job.settings, (0, 1), paths)
+    attempt = attempt_in(tmp_path)
     elastic = ElasticWorkers.__new__(ElasticWorkers)
     waits = []
     elastic._run = SimpleNamespace(

@@ -18,7 +18,7 @@ sys.path.append(str(BENCHMARKS))  # behind everything else: names of benchmarks 
 import rejoin  # noqa: E402
 import table as bench  # noqa: E402
 from common import ratio  # noqa: E402
-from rows import catalogue, environments, machine, readers, text  # noqa: E402
+from rows import catalogue, machine, readers, text  # noqa: E402
 from rows.results import Result, Results  # noqa: E402
 from rows.row import FEWEST_VALUES, Measured, Peer, Row, compare, share_of_limit  # noqa: E402
 
@@ -43,15 +43,7 @@ def result(**changes: object) -> Result:
     """Return a result of :data:`ROW`."""
     peers = {"slow": [2 * value for value in OURS], "fast": [0.5 * value for value in OURS]}
     made = Result(
-        "step-toy",
-        "usual",
-        [["a.py"]],
-        VERSIONS,
-        "2030-01-31",
-        ours=OURS,
-        peers=peers,
-        limit=[5.0] * 7,
-        paired=True,
+        "step-toy", "usual", [["a.py"]], VERSIONS, "2030-01-31", ours=OURS, peers=peers, limit=[5.0] * 7, paired=True
     )
     return dataclasses.replace(made, **changes)
 
@@ -65,61 +57,28 @@ def whole_page(*results: Result | None, row: Row = ROW) -> str:
 # -- the machine
 
 
-def test_an_idle_machine_gives_no_remark():
-    before = tuple(map(machine.Ticks.read, IDLE))
-
-    watched = machine.judge(before, before, own_s=0.0)
-
-    assert watched.busy() == ""
-    assert watched.before == pytest.approx(29 / 1994)
+def judged(during, own_s, **more):
+    return machine.judge(*(tuple(map(machine.Ticks.read, pair)) for pair in (IDLE, during)), own_s=own_s, **more)
 
 
-def test_work_of_others_during_a_row_is_named():
-    before, during = tuple(map(machine.Ticks.read, IDLE)), tuple(map(machine.Ticks.read, (IDLE[1], BUSY)))
-
-    watched = machine.judge(before, during, own_s=0.0)
-
-    assert watched.busy() == "53% used by others during it"
-
-
-def test_the_work_of_the_row_itself_is_not_counted():
-    before, during = tuple(map(machine.Ticks.read, IDLE)), tuple(map(machine.Ticks.read, (IDLE[1], BUSY)))
+def test_only_work_of_others_during_a_row_is_named():
     used_s = (986 + 54 + 9) / machine.TICKS
 
-    assert machine.judge(before, during, own_s=used_s).busy() == ""
-    assert machine.judge(before, during, own_s=used_s - 1.0, kernel_s=1.0).busy() == ""
-
-
-def test_work_of_others_just_before_a_row_is_named():
-    before, during = tuple(map(machine.Ticks.read, (IDLE[1], BUSY))), tuple(map(machine.Ticks.read, IDLE))
-
-    assert machine.judge(before, during, own_s=0.0).busy() == "53% used by others before it"
+    assert judged(IDLE, 0.0).busy() == ""
+    assert judged(IDLE, 0.0).before == pytest.approx(29 / 1994)
+    assert judged((IDLE[1], BUSY), 0.0).busy() == "53% used by others during it"
+    assert judged((IDLE[1], BUSY), used_s).busy() == ""
+    assert judged((IDLE[1], BUSY), used_s - 1.0, kernel_s=1.0).busy() == ""
 
 
 def test_time_stolen_by_the_host_is_named():
-    before, during = tuple(map(machine.Ticks.read, IDLE)), tuple(map(machine.Ticks.read, (IDLE[1], STOLEN)))
-
-    assert machine.judge(before, during, own_s=2.0).busy() == "5% stolen by the host"
-
-
-def test_the_machine_can_be_read():
-    ticks = machine.ticks_now()
-
-    assert 0 < ticks.used < ticks.total
-    assert machine.kernel_threads_s() >= 0
-
-
-@pytest.mark.parametrize("content", ["", "cpu0 1 2 3", "cpu 1 2 3"])
-def test_something_else_than_proc_stat_is_refused(content):
-    with pytest.raises(ValueError, match="expected 'cpu' and at least 8 numbers"):
-        machine.Ticks.read(content)
+    assert judged((IDLE[1], STOLEN), 2.0).busy() == "5% stolen by the host"
 
 
 # -- intervals
 
 
-@pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize("values", [FEWEST_VALUES, 9])
+@pytest.mark.parametrize(("paired", "values"), [(True, FEWEST_VALUES), (False, 9)])
 def test_the_interval_of_a_ratio_covers_the_truth_as_often_as_it_says(paired, values):
     """Medians of skewed times whose true ratio is 0.8; within a block both are slowed alike. 95 % of 120 is 114 +- 2.4."""
     rng, covered = random.Random(values), 0
@@ -173,19 +132,16 @@ def test_a_peer_that_is_better_without_a_reason_is_not_explained():
     assert "Fast: 2.00 (2.00-2.00): not explained" in whole_page(result(), row=dataclasses.replace(ROW, why={}))
 
 
-def test_a_busy_row_has_a_remark_instead_of_an_interval():
-    page = whole_page(result(busy="31% used by others during it"))
+@pytest.mark.parametrize(
+    ("change", "remark"),
+    [({"busy": "31% used by others"}, "busy: 31% used by others"), ({"size": "tiny"}, "tiny: does not count")],
+)
+def test_a_busy_or_tiny_row_has_a_remark_instead_of_an_interval(change, remark):
+    page = whole_page(result(**change))
 
-    assert "2.00 (busy: 31% used by others during it)" in page
+    assert f"2.00 ({remark})" in page
     assert "2.00-2.00" not in page
     assert "Not below 1" not in page
-
-
-def test_a_tiny_row_counts_for_nothing():
-    page = whole_page(result(size="tiny"))
-
-    assert "2.00 (tiny: does not count)" in page
-    assert "2.00-2.00" not in page
 
 
 def test_a_failed_row_does_not_spoil_the_others():
@@ -252,20 +208,6 @@ def test_a_file_that_was_cut_short_is_no_result(tmp_path):
     assert results.read("step-toy", "usual") is None
 
 
-def test_what_is_of_other_versions_is_not_shown(tmp_path):
-    (row,) = [row for row in catalogue.ROWS if row.name == "simulate"]
-    results = Results(tmp_path)
-    now = environments.versions_for(row)
-    commands = [list(command) for command in row.commands_of("usual")]
-    assert now["own torch"]
-    results.write(result(row=row.name, commands=commands, versions=now, busy="31% used by others"))
-    assert list(bench.read_all([row], "usual", results)) == ["simulate"]
-
-    results.write(result(row=row.name, commands=commands, versions={**now, "own torch": "0.1"}))
-
-    assert bench.read_all([row], "usual", results) == {}
-
-
 def test_what_a_reader_does_not_understand_is_named_with_its_kind(tmp_path, monkeypatch):
     row = dataclasses.replace(ROW, read=lambda contents: Measured(contents[0]["ours"] + 1))
     monkeypatch.setattr(bench, "run_commands", lambda *_: [{"ours": None}])
@@ -323,9 +265,7 @@ def run_table(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     ("words", "message"),
     [
         (("--only", "stepp"), "there is no row 'stepp'; rows and groups are allreduce,"),
-        (("--only", ""), "it names no row; rows and groups are"),
-        (("--tiny", "--long"), "argument --long: not allowed with argument --tiny"),
-        (("--frobnicate",), "unrecognized arguments: --frobnicate"),
+        (("--tiny", "--long"), "not allowed with argument"),
     ],
 )
 def test_a_bad_option_gives_one_line(words, message):
@@ -334,10 +274,7 @@ def test_a_bad_option_gives_one_line(words, message):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("table.py: ")
-    if message.startswith("argument --long"):
-        assert "not allowed with argument" in done.stderr
-    else:
-        assert message in done.stderr
+    assert message in done.stderr
 
 
 def test_a_row_runs_and_is_not_run_again(tmp_path):
@@ -462,11 +399,6 @@ GOODPUT = [
             readers.start_job,
             [{"first_step_s": {"gloo": [3], "ulfm": [4], "torchrun": [6]}}, {"values": {"import torch": [2]}}],
             Measured([3], {"torchrun": [6]}, [2]),
-        ),
-        (
-            readers.processes("import holdfast", "import torchft"),
-            [{"values": {"the interpreter": [1], "import holdfast": [2], "import torch": [3]}}],
-            Measured([2], {}, [1], paired=True),
         ),
         (readers.goodput, [{"results": GOODPUT}] * 2, Measured([8, 8], {"torchrun": [2, 2]}, [9, 9], paired=True)),
         (readers.simulator, [{"settings": {"repetitions": 10}, "sweep": {"seconds": 2}}] * 2, Measured([5, 5])),

@@ -19,7 +19,6 @@ import pytest
 from netns import make_hosts
 
 from campaign.attacks.mechanisms import cgroups, two_nodes
-from campaign.attacks.mechanisms.afterwards import afterwards
 from campaign.attacks.mechanisms.bad_server import BadServer, Mode
 from campaign.attacks.mechanisms.cables import Cable
 from campaign.attacks.mechanisms.frame_relay import Conditions, Direction
@@ -36,10 +35,6 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C comp
 def arrivals(conditions, frames=2000, every_s=0.001, size=1000):
     direction = Direction(random.Random(1), conditions)
     return [direction.arrivals(size, number * every_s) for number in range(frames)]
-
-
-def test_frames_on_a_free_cable_arrive_at_once():
-    assert arrivals(Conditions(), frames=3) == [[0.0], [0.001], [0.002]]
 
 
 def test_frames_are_late_and_keep_their_order():
@@ -67,13 +62,6 @@ def test_a_rate_is_kept_and_what_it_would_delay_too_long_is_lost():
     assert arrived[:2] == pytest.approx([0.01, 0.02])
     assert len(arrived) == pytest.approx(100 * (3 + 1), rel=0.02)
     assert max(each[0] - number * 0.001 for number, each in enumerate(found) if each) <= 1.0
-
-
-def test_the_words_of_netem():
-    found = Conditions(delay_s=0.1, jitter_s=0.02, loss=0.05, duplicate=0.1, reorder=0.25, rate=1000).netem()
-
-    assert " ".join(found) == ("delay 100000us 20000us loss 5% duplicate 10% reorder 25% rate 8000bit limit 100000")
-    assert Conditions().netem() == []
 
 
 ECHO = """
@@ -312,21 +300,6 @@ def test_the_kernel_enforces_the_limit_of_a_group_and_counts_it(limited):
     assert group.struck() >= 1
 
 
-def test_a_controller_is_given_to_groups_below_and_taken_back_at_the_end(tmp_path, monkeypatch):
-    control = tmp_path / "cgroup.subtree_control"
-    control.write_text("pids\n")
-    ends = []
-    monkeypatch.setattr(cgroups.atexit, "register", lambda *call: ends.append(call))
-
-    cgroups.delegate(control, "pids")
-    assert not ends, "it had it"
-    cgroups.delegate(control, "memory")
-    assert control.read_text() == "+memory"
-    ((end, *arguments),) = ends
-    end(*arguments)
-    assert control.read_text() == "-memory\n"
-
-
 def test_what_is_left_in_a_group_ends_with_it():
     if reason := cgroups.missing("pids"):
         pytest.skip(reason)
@@ -365,14 +338,6 @@ def test_what_must_be_undone_is_undone_though_the_process_is_killed(tmp_path, nu
     while mark.exists() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not mark.exists()
-
-
-def test_what_must_be_undone_is_undone_at_the_end_of_the_block(tmp_path):
-    (tmp_path / "mark").touch()
-    with afterwards('rm "$1"', tmp_path / "mark"):
-        assert (tmp_path / "mark").exists()
-
-    assert not (tmp_path / "mark").exists()
 
 
 def test_the_jobs_of_a_plan_end_with_it_and_its_folder_is_removed(tmp_path):

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from written_plans import plan
 
 import holdfast
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models.training_state import model_sha256
 from holdfast.session import gradient_hook
 
@@ -21,10 +21,6 @@ DEATHS = ("kill:rank=1,step=1,phase=backward", "kill:rank=3,step=2,phase=allredu
 def data():
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, x.sum(1, keepdim=True))
-
-
-def killed(*specs):
-    return FaultPlan(tuple(map(parse, specs))).to_json()
 
 
 class Normaliser(nn.Module):
@@ -84,7 +80,7 @@ def test_each_buffer_ends_as_it_was_chosen():
 def test_choices_do_not_depend_on_who_computes_which_slice():
     undisturbed = model_sha256(train(made(), buffers=CHOICES, workers=1))
 
-    assert model_sha256(train(made(), buffers=CHOICES, faults=killed(*DEATHS))) == undisturbed
+    assert model_sha256(train(made(), buffers=CHOICES, faults=plan(*DEATHS))) == undisturbed
     assert model_sha256(train(made(), workers=1)) != undisturbed, "the means are others"
 
 
@@ -127,7 +123,7 @@ def test_nothing_is_said_of_what_is_right(build, arguments, capsys):
 
 def test_a_large_buffer_may_change_by_choice():
     undisturbed = train(made(lambda: Normaliser(1 << 15)), buffers={"newest": "first", "*": "mean"})
-    model = train(made(lambda: Normaliser(1 << 15)), buffers={"newest": "first", "*": "mean"}, faults=killed(*DEATHS))
+    model = train(made(lambda: Normaliser(1 << 15)), buffers={"newest": "first", "*": "mean"}, faults=plan(*DEATHS))
 
     assert model_sha256(model) == model_sha256(undisturbed)
     assert torch.equal(model.newest[:3], data().tensors[0][:3])
@@ -199,8 +195,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize(("move", "workers"), [("in place", 1), *((move, 4) for move in MOVES)])
 def test_a_teacher_that_forward_moves_is_refused_in_the_first_step(move, workers):
     model = made(lambda: Student(move))
     with torch.no_grad():
@@ -264,7 +259,7 @@ def test_a_teacher_that_was_made_in_inference_mode_is_kept_and_restored(tmp_path
         return model_sha256(model)
 
     undisturbed, kept = taught(), {"checkpoint_dir": str(tmp_path)}
-    assert taught(faults=killed(*DEATHS)) == undisturbed
+    assert taught(faults=plan(*DEATHS)) == undisturbed
     with pytest.raises(SystemExit):
         taught(stop_after=2, **kept)
     assert taught(resume=True, **kept) == undisturbed
@@ -286,7 +281,7 @@ def moved_in_a_session(**arguments):
 
 
 def test_a_teacher_that_moves_between_steps_has_the_same_bits_after_deaths():
-    assert moved_in_a_session(faults=killed(*DEATHS)) == moved_in_a_session()
+    assert moved_in_a_session(faults=plan(*DEATHS)) == moved_in_a_session()
 
 
 def test_a_teacher_that_moves_after_the_slices_is_refused_because_the_step_may_be_computed_again():
@@ -322,7 +317,7 @@ def test_in_a_prepared_loop_a_teacher_moves_where_the_step_is_committed(asks):
         return model_sha256(model)
 
     if asks:
-        assert moved(faults=killed(*DEATHS)) == moved()
+        assert moved(faults=plan(*DEATHS)) == moved()
     else:  # four virtual workers of one process: its loop has four slices a step, as after deaths
         with pytest.raises(ScriptError, match=r"the loop changed the parameter teacher\.weight.*loader\.committed"):
             moved()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import random
 import resource
 import subprocess
@@ -20,6 +18,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_bytes import any_bits, flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,17 +36,10 @@ ATTEMPT = "0"
 SHAPES = [(), (3,), (0,), (2, 0, 3), (2, 3, 5), (1, 70)]
 
 
-def any_bits(name, shape, seed=0):
-    """Return a tensor of random bits, NaNs with a payload among them; a bool has only two values."""
-    dtype = DTYPES[name]
-    generator = torch.Generator().manual_seed(seed)
-    size = math.prod(shape) * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).view(shape)
-
-
-def every_dtype(shapes=SHAPES):
-    return {name: {str(i): any_bits(name, shape, i) for i, shape in enumerate(shapes)} for name in DTYPES}
+def each_dtype(shapes=SHAPES):
+    return {
+        name: {str(i): any_bits(dtype, shape, i) for i, shape in enumerate(shapes)} for name, dtype in DTYPES.items()
+    }
 
 
 def save(root, state, kind, parts=1):
@@ -138,60 +130,33 @@ def assert_others_read(kind, folder, tensors):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_dtype_comes_back_to_the_bit_and_other_programs_read_it(tmp_path, kind):
-    state = every_dtype()
+    state = each_dtype()
 
     folder, manifest = save(tmp_path, state, kind)
 
     assert manifest.format == kind
     assert state_bits(load(tmp_path, 1).state) == state_bits(state)
-    assert_others_read(kind, folder, flatten(state)[0])
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_values_are_where_the_manifest_says(tmp_path, kind):
-    state = every_dtype()
-
-    folder, manifest = save(tmp_path, state, kind)
-
-    for path, tensor in flatten(state)[0].items():
-        (piece,) = manifest.tensors[path].pieces
-        data = (folder / piece.file).read_bytes()[piece.offset : piece.offset + piece.size_bytes]
-        assert data == bytes(tensor_bytes(tensor)), path
-
-
-@pytest.mark.parametrize("kind", SHARED)
-def test_values_begin_where_they_can_be_mapped(tmp_path, kind):
-    _, manifest = save(tmp_path, every_dtype(), kind)
-
-    for entry in manifest.tensors.values():
+    tensors = flatten(state)[0]
+    assert_others_read(kind, folder, tensors)
+    for path, entry in manifest.tensors.items():
         (piece,) = entry.pieces
-        # HDF5 aligns what fills a cache line
-        assert piece.offset % DTYPES[entry.dtype].itemsize == 0 or (kind == "hdf5" and piece.size_bytes < 64)
+        data = (folder / piece.file).read_bytes()[piece.offset : piece.offset + piece.size_bytes]
+        assert data == bytes(tensor_bytes(tensors[path])), f"{path} is where the manifest says"
+        # HDF5 aligns what fills a cache line; DCP aligns nothing
+        can_be_mapped = piece.offset % DTYPES[entry.dtype].itemsize == 0
+        assert can_be_mapped or kind == "dcp" or (kind == "hdf5" and piece.size_bytes < 64)
 
 
-@pytest.mark.parametrize("kind", SHARED)
-def test_the_same_state_gives_the_same_files(tmp_path, kind):
-    state = every_dtype() | {"deep": {"a": {"b": [torch.ones(4)] * 3}}}
-    first, _ = save(tmp_path / "first", state, kind)
-
+def test_the_same_state_gives_the_same_files(tmp_path):
+    state = each_dtype() | {"deep": {"a": {"b": [torch.ones(4)] * 3}}}
+    first = [save(tmp_path / "first" / kind, state, kind)[0] for kind in SHARED]
     time.sleep(1.1)  # HDF5 and ZIP can hold times, in seconds
-    second, _ = save(tmp_path / "second", state, kind)
 
-    (one,), (other,) = first.iterdir(), second.iterdir()
-    assert one.name == other.name
-    assert one.read_bytes() == other.read_bytes()
+    second = [save(tmp_path / "second" / kind, state, kind)[0] for kind in SHARED]
 
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_tied_weights_are_saved_once_and_come_back_tied(tmp_path, kind):
-    weight = torch.arange(6.0).reshape(2, 3)
-
-    folder, manifest = save(tmp_path, {"encoder": weight, "decoder": weight}, kind)
-    state = load(tmp_path, 1).state
-
-    assert list(manifest.tensors) == ["encoder"]
-    assert state["encoder"] is state["decoder"]
-    assert_others_read(kind, folder, {"encoder": weight})
+    for one, other in zip(first, second, strict=True):
+        (file,) = one.iterdir()
+        assert file.read_bytes() == (other / file.name).read_bytes()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -206,19 +171,8 @@ def test_a_part_of_larger_memory_is_saved_without_the_rest(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("state", [{}, {"nothing": torch.empty(0)}, torch.tensor(7)], ids=["no", "empty", "scalar"])
-def test_a_state_of_next_to_nothing(tmp_path, kind, state):
-    folder, _ = save(tmp_path, state, kind)
-
-    assert state_bits(load(tmp_path, 1).state) == state_bits(state)
-    assert_others_read(kind, folder, flatten(state)[0])
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_thousands_of_small_tensors(tmp_path, kind):
-    state = {
-        f"layer{i}": {"w": torch.full((i % 7,), i, dtype=torch.bfloat16), "n": torch.tensor(i)} for i in range(1500)
-    }
+def test_hundreds_of_small_tensors(tmp_path, kind):
+    state = {f"{i}": {"w": torch.full((i % 7,), i, dtype=torch.bfloat16), "n": torch.tensor(i)} for i in range(400)}
 
     folder, _ = save(tmp_path, state, kind)
 
@@ -228,7 +182,7 @@ def test_thousands_of_small_tensors(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_tensor_of_several_blocks(tmp_path, kind):
-    state = {"large": any_bits("float32", (5_000_000,)), "small": any_bits("int8", (5,))}
+    state = {"large": any_bits(torch.float32, (5_000_000,)), "small": any_bits(torch.int8, (5,))}
 
     folder, manifest = save(tmp_path, state, kind)
 
@@ -238,9 +192,8 @@ def test_a_tensor_of_several_blocks(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", SHARED)
-@pytest.mark.parametrize("parts", [2, 3])
-def test_several_writers_share_a_checkpoint(tmp_path, kind, parts):
-    state = every_dtype() | {"large": torch.arange(4000.0).reshape(100, 40)}
+def test_several_writers_share_a_checkpoint(tmp_path, kind):
+    state, parts = each_dtype() | {"large": torch.arange(4000.0).reshape(100, 40)}, 3
 
     folder, manifest = save(tmp_path, state, kind, parts)
 
@@ -268,7 +221,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("limit", [0, 2_000, 30_000, 60_000])
+@pytest.mark.parametrize("limit", [0, 2_000, 60_000])
 def test_a_file_that_cannot_grow_is_told_and_leaves_nothing(tmp_path, kind, limit):
     state = {str(i): torch.full((9,), i, dtype=torch.bfloat16) for i in range(1000)}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -287,12 +240,6 @@ def test_a_file_that_cannot_grow_is_told_and_leaves_nothing(tmp_path, kind, limi
 # --------------------------------------------------------------------------------------------- damage
 
 
-def flip(path, position, bit):
-    with path.open("r+b") as file:
-        old = os.pread(file.fileno(), 1, position)[0]
-        os.pwrite(file.fileno(), bytes([old ^ 1 << bit]), position)
-
-
 def find_flips(root, manifest, folder, number, chance):
     """Flip one bit after the other, half of them in values, and make sure that each is found and told rightly."""
     files = sorted([*folder.iterdir(), folder.parent / "manifest.json"])
@@ -305,44 +252,25 @@ def find_flips(root, manifest, folder, number, chance):
         else:
             piece = chance.choice(filled)
             file, position = folder / piece.file, piece.offset + chance.randrange(piece.size_bytes)
-        bit = chance.randrange(8)
+        mask = 1 << chance.randrange(8)
 
-        flip(file, position, bit)
+        flip(file, position, mask)
         with pytest.raises(CheckpointCorrupt) as caught:
             verify(root, 1)
-        flip(file, position, bit)
+        flip(file, position, mask)
 
         hit = [path for path, p in pieces if p.file == file.name and 0 <= position - p.offset < p.size_bytes]
         named = [path for path in manifest.tensors if f"tensor {path!r} " in str(caught.value)]
-        assert named == hit, (file.name, position, bit)
+        assert named == hit, (file.name, position, mask)
         assert file.name in str(caught.value) or file.name == "manifest.json"
     verify(root, 1)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_any_flipped_bit_is_found_and_its_tensor_named(tmp_path, kind):
-    folder, manifest = save(tmp_path, every_dtype([(), (0,), (2, 3)]), kind)
+@pytest.mark.parametrize(("kind", "parts"), [*((kind, 1) for kind in FORMATS), *((kind, 3) for kind in SHARED)])
+def test_any_flipped_bit_is_found_and_its_tensor_named(tmp_path, kind, parts):
+    folder, manifest = save(tmp_path, each_dtype([(), (0,), (7, 3)]), kind, parts)
 
-    find_flips(tmp_path, manifest, folder, 300, random.Random(1))
-
-
-@pytest.mark.parametrize("kind", SHARED)
-def test_any_flipped_bit_is_found_in_the_files_of_several_writers(tmp_path, kind):
-    folder, manifest = save(tmp_path, every_dtype([(7, 3)]), kind, parts=3)
-
-    find_flips(tmp_path, manifest, folder, 100, random.Random(2))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_ten_thousand_flipped_bits_are_found(tmp_path):
-    chance = random.Random(3)
-
-    for kind in FORMATS:
-        for parts in (1, 3) if kind in SHARED else (1,):
-            root = tmp_path / f"{kind}-{parts}"
-            folder, manifest = save(root, every_dtype([(), (0,), (9,), (2, 3)]), kind, parts)
-            find_flips(root, manifest, folder, 1430, chance)
+    find_flips(tmp_path, manifest, folder, 100 if parts == 1 else 30, random.Random(parts))
 
 
 # --------------------------------------------------------------------------------------------- names
@@ -398,7 +326,10 @@ def test_the_names_in_npz_are_those_of_its_docstring(tmp_path):
 
 _keys = st.one_of(st.text(st.sampled_from("ab./%~@\0é2E"), max_size=4), st.sampled_from([0, 1, "0", "1", "a.npy"]))
 _tensors = st.builds(
-    any_bits, st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 3), max_size=4).map(tuple), st.integers(0, 99)
+    any_bits,
+    st.sampled_from(list(DTYPES.values())),
+    st.lists(st.integers(0, 3), max_size=4).map(tuple),
+    st.integers(0, 99),
 )
 _states = st.recursive(_tensors, lambda inner: st.dictionaries(_keys, inner, max_size=5), max_leaves=12)
 
@@ -419,7 +350,7 @@ def test_any_state_is_held_and_read_by_others(kind, state):
 
 @pytest.mark.parametrize("name", STAND_INS)
 def test_hdf5_says_what_its_integers_stand_for(tmp_path, name):
-    folder, _ = save(tmp_path, {"x": any_bits(name, (4,)), "y": torch.ones(2)}, "hdf5")
+    folder, _ = save(tmp_path, {"x": any_bits(DTYPES[name], (4,)), "y": torch.ones(2)}, "hdf5")
 
     with h5py.File(folder / "part-00000.h5") as file:
         assert file["x"].attrs["torch_dtype"] == name
@@ -449,12 +380,12 @@ def test_hdf5_without_h5py_says_what_to_install_and_can_still_be_loaded(tmp_path
 
 
 def test_values_in_npz_begin_on_cache_lines_and_its_checksums_are_right(tmp_path):
-    folder, manifest = save(tmp_path, every_dtype(), "npz")
+    folder, manifest = save(tmp_path, each_dtype(), "npz")
 
     assert all(piece.offset % 64 == 0 for entry in manifest.tensors.values() for piece in entry.pieces)
     with zipfile.ZipFile(folder / "part-00000.npz") as file:
         assert file.testzip() is None
-    flip(folder / "part-00000.npz", manifest.tensors["int64/4"].pieces[0].offset, 0)
+    flip(folder / "part-00000.npz", manifest.tensors["int64/4"].pieces[0].offset)
     with zipfile.ZipFile(folder / "part-00000.npz") as file:
         assert file.testzip() == "int64/4.npy"
 
@@ -463,7 +394,7 @@ def test_values_in_npz_begin_on_cache_lines_and_its_checksums_are_right(tmp_path
 def test_npz_uses_the_large_fields_of_zip(tmp_path, monkeypatch, limit):
     # A reader looks up what is marked as too large in the field of 64 bits, however small it is there.
     monkeypatch.setattr(npz, "_LARGE_FROM", limit)
-    state = {"small": any_bits("int8", (5,)), "large": any_bits("int8", (70_000,)), "last": any_bits("int8", (6,))}
+    state = {name: any_bits(torch.int8, (size,)) for name, size in {"small": 5, "large": 70_000, "last": 6}.items()}
 
     folder, _ = save(tmp_path, state, "npz")
 
@@ -512,7 +443,7 @@ def test_dcp_has_one_writer_and_the_second_is_told(tmp_path):
 def test_dcp_can_be_turned_into_a_file_of_torch_save(tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    state = {"model": {"w": any_bits("bfloat16", (4, 5))}}
+    state = {"model": {"w": any_bits(torch.bfloat16, (4, 5))}}
     folder, _ = save(tmp_path / "checkpoints", state, "dcp")
 
     with warnings.catch_warnings():

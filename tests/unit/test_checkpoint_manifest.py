@@ -17,7 +17,7 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError
 # A machine that is busy with something else is no reason to fail.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 W = ("tensors", "w")
-P0, P1 = (*W, "pieces", 0), (*W, "pieces", 1)
+P0 = (*W, "pieces", 0)
 FILE = ("files", "part-00000.safetensors")
 
 
@@ -81,48 +81,28 @@ def _all(*changes):
     ("change", "place"),
     [
         (_set("schema", 1), "schema: must be 2 or 3, is 1"),
-        (_set("schema", 4), "schema: must be 2 or 3, is 4"),
-        (_set("schema", True), "schema: "),
         (_set("schema", 2.0), "schema: "),
-        (_set("schema", [2] * 1000), "schema: "),
         (_drop("schema"), "schema: "),
         (_drop("step"), "keys: step "),
         (_drop("skeleton"), "keys: skeleton "),
         (_set("more", 1), "keys: more "),
         (_set("step", -1), "step: must be at least 0"),
         (_set("step", "1"), "step: must be of type int"),
-        (_set("step", True), "step: must be of type int"),
-        (_set("step", 1.0), "step: must be of type int"),
         (_set("step", 1 << 63), "step: must be at least 0 and at most 9223372036854775807"),
-        (_set("generation", None), "generation: "),
         (_set("generation", -1), "generation: "),
         (_set("format", 7), "format: must be of type str"),
         (_set("folder", "data-../../etc"), "folder: "),
-        (_set("folder", "../data-0"), "folder: "),
-        (_set("folder", "/data-0"), "folder: "),
-        (_set("folder", "."), "folder: "),
-        (_set("folder", ""), "folder: "),
         (_set("folder", "data-"), "folder: "),
-        (_set("folder", "data--"), "folder: "),
         (_set("folder", "data-A"), "folder: "),
         (_set("folder", "data-0\n"), "folder: "),
         (_set("folder", "data-" + "0" * 65), "folder: "),
-        (_set("folder", "manifest.json"), "folder: "),
         (_set("files", []), "files: must be of type dict"),
         (_set("files", {}), "tensors/"),
         (_set("files", "../x", {"bytes": 1, "rest_xxh3": "0" * 16}), "files/../x: must be the plain name of a file"),
-        (_set("files", "/etc/passwd", {"bytes": 1, "rest_xxh3": "0" * 16}), "files//etc/passwd: "),
-        (_set("files", "..", {"bytes": 1, "rest_xxh3": "0" * 16}), "files/..: "),
-        (_set("files", ".", {"bytes": 1, "rest_xxh3": "0" * 16}), "files/.: "),
-        (_set("files", "", {"bytes": 1, "rest_xxh3": "0" * 16}), "files/: "),
-        (_set("files", "a\0b", {"bytes": 1, "rest_xxh3": "0" * 16}), "files/a\\x00b: "),
-        (_set("files", "a\n", {"bytes": 1, "rest_xxh3": "0" * 16}), "files/a\\n: "),
         (_set("files", "a" * 129, {"bytes": 1, "rest_xxh3": "0" * 16}), "files/aaa"),
         (_set(*FILE, []), "files/part-00000.safetensors/: must be an object"),
         (_set(*FILE, "more", 0), "files/part-00000.safetensors/keys: more "),
         (_set(*FILE, "bytes", 1), "ends beyond the end of part-00000.safetensors"),
-        (_set(*FILE, "bytes", -1), "files/part-00000.safetensors/bytes: "),
-        (_set(*FILE, "bytes", 1e3), "files/part-00000.safetensors/bytes: "),
         (_set(*FILE, "bytes", 10**4000), "files/part-00000.safetensors/bytes: "),
         (_set(*FILE, "rest_xxh3", "0" * 15), "files/part-00000.safetensors/rest_xxh3: "),
         (_set(*FILE, "rest_xxh3", "0123456789ABCDEF"), "files/part-00000.safetensors/rest_xxh3: "),
@@ -133,9 +113,7 @@ def _all(*changes):
         (_set(*W, []), "tensors/w/: must be an object"),
         (_set(*W, "more", 1), "tensors/w/keys: more "),
         (_set(*W, "dtype", "object"), "tensors/w/dtype: must be one of float64"),
-        (_set(*W, "dtype", 3), "tensors/w/dtype: "),
         (_set(*W, "shape", [2, -3]), "tensors/w/shape: "),
-        (_set(*W, "shape", [2, 3.0]), "tensors/w/shape: "),
         (_set(*W, "shape", [True, 6]), "tensors/w/shape: "),
         (_set(*W, "shape", [1 << 40, 1 << 40]), "tensors/w/shape: must be at most 4611686018427387904 elements"),
         (_set(*W, "shape", [0, 1 << 40, 1 << 40]), "tensors/w/shape: "),
@@ -146,33 +124,25 @@ def _all(*changes):
         (_set(*W, "shape", [12]), "tensors/w/pieces/0/start: "),
         (_set(*W, "pieces", {}), "tensors/w/pieces: "),
         (_set(*W, "pieces", []), "tensors/w: has 12 values, its 0 pieces hold 0"),
-        (_set(*W, "pieces", [7]), "tensors/w/pieces/0/: must be an object"),
         (_set(*P0, "more", 1), "tensors/w/pieces/0/keys: more "),
         (_drop(*P0, "offset"), "tensors/w/pieces/0/keys: offset "),
         (_set(*P0, "file", "part-00007.safetensors"), "tensors/w/pieces: name the file 'part-00007.safetensors'"),
-        (_set(*P0, "file", "../manifest.json"), "tensors/w/pieces: name the file"),
         (_set(*P0, "offset", -1), "tensors/w/pieces/0/offset: "),
         (_set(*P0, "offset", 1 << 62), "tensors/w: ends beyond the end of part-00000.safetensors"),
-        (_set(*P0, "offset", 1 << 64), "tensors/w/pieces/0/offset: "),
         (_set(*P0, "offset", 10**4299 * 9), "tensors/w/pieces/0/offset: "),
         (_set(*P0, "start", [0]), "tensors/w/pieces/0/start: must be 2 whole numbers"),
         (_set(*P0, "start", [-1, 0]), "tensors/w/pieces/0/start: "),
-        (_set(*P0, "start", [False, 0]), "tensors/w/pieces/0/start: "),
         (_set(*P0, "start", [3, 0]), "tensors/w/pieces/0/shape: must lie inside"),
         (_set(*P0, "start", [1, 0]), "tensors/w: has pieces that overlap"),
-        (_set(*P0, "start", [2, 0]), "tensors/w: has pieces that overlap"),
-        (_set(*P1, "start", [0, 0]), "tensors/w: has pieces that overlap"),
         (_set(*P0, "shape", [2]), "tensors/w/pieces/0/shape: "),
         (_set(*P0, "shape", [2, 4]), "tensors/w/pieces/0/shape: must lie inside"),
         (_set(*P0, "shape", [1, 3]), "tensors/w/pieces/0/bytes: is 24, but its shape and dtype need 12"),
         (_all(_set(*P0, "shape", [1, 3]), _set(*P0, "bytes", 12)), "tensors/w: has 12 values, its 2 pieces hold 9"),
         (_set(*P0, "bytes", 23), "tensors/w/pieces/0/bytes: "),
         (_set(*P0, "blocks", []), "tensors/w/pieces/0/blocks: must be 1 digests, are 0"),
-        (_set(*P0, "blocks", ["0" * 16] * 2), "tensors/w/pieces/0/blocks: must be 1 digests, are 2"),
         (_set(*P0, "blocks", ["0123456789ABCDEF"]), "tensors/w/pieces/0/blocks: "),
         (_set(*P0, "blocks", [None]), "tensors/w/pieces/0/blocks: "),
         (_set("skeleton", None), "skeleton does not say where tensor 'v' belongs"),
-        (_set("skeleton", {"tensor": "w"}), "skeleton does not say where tensor 'v' belongs"),
         (_set("skeleton", {"eval": "os.abort()"}), "skeleton is damaged"),
     ],
 )
@@ -258,14 +228,6 @@ def test_json_that_python_would_let_pass_is_damaged(text):
 def test_bytes_that_are_no_manifest_are_damaged(data):
     with pytest.raises(CheckpointCorrupt, match="manifest, "):
         parse(data)
-
-
-def test_a_manifest_that_was_cut_or_grew_is_damaged(fields):
-    data = seal(fields)
-
-    for wrong in (data[:-1], data[1:], data + b"\n", data + data, data[: len(data) // 2], data.upper()):
-        with pytest.raises(CheckpointCorrupt):
-            parse(wrong)
 
 
 def test_a_manifest_too_large_for_memory_is_not_read():
@@ -372,7 +334,7 @@ def module_fields(tmp_path_factory):
     return manifest_file(root, 1).read_bytes()
 
 
-@settings(UNHURRIED, max_examples=400)
+@settings(UNHURRIED, max_examples=150)
 @given(st.data())
 def test_whatever_is_altered_is_refused_as_damage_or_harmless(module_fields, data):
     fields = json.loads(module_fields)
@@ -393,7 +355,7 @@ def test_whatever_is_altered_is_refused_as_damage_or_harmless(module_fields, dat
     assert peak_bytes < 4 << 20
 
 
-@settings(UNHURRIED, max_examples=300)
+@settings(UNHURRIED, max_examples=100)
 @given(st.binary(max_size=200))
 def test_any_bytes_under_a_right_seal_are_refused(text):
     with pytest.raises(CheckpointCorrupt):

@@ -8,20 +8,9 @@ import time
 
 import pytest
 import torch
-from checkpoint_bytes import all_names, any_bits, data_dir, every_dtype, same, save_parts, step_dir
+from checkpoint_bytes import all_names, data_dir, same, save_parts, step_dir
 
-from holdfast.checkpoint import (
-    Shard,
-    load,
-    load_box,
-    newest_intact,
-    read_manifest,
-    steps,
-    take,
-    verify,
-    write,
-    write_tensors,
-)
+from holdfast.checkpoint import Shard, load, load_box, newest_intact, read_manifest, steps, take, write, write_tensors
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
@@ -49,21 +38,7 @@ def grid(whole, rows, columns):
 # --------------------------------------------------------------------------------------------- sharing
 
 
-@pytest.mark.parametrize("parts", range(1, 6))
-@pytest.mark.parametrize("committer", [0, -1])
-def test_what_several_writers_share_comes_back_as_one(tmp_path, parts, committer):
-    state = ODD | {"dtypes": every_dtype((3, 2))} | {"tied": ODD["wide"]}
-
-    save_parts(tmp_path, 3, [state] * parts, {"seed": 1}, committer=committer, generation=2)
-    loaded = load(tmp_path, 3)
-
-    assert same(loaded.state, state)
-    assert loaded.state["tied"] is loaded.state["wide"]
-    assert (loaded.info, loaded.generation) == ({"seed": 1}, 2)
-    assert len(list(data_dir(tmp_path, 3).iterdir())) == parts
-
-
-@pytest.mark.parametrize("parts", range(1, 8))
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
 @pytest.mark.parametrize("rows", [[1], [5, 3], [1000, 1, 1], [7] * 9, [0, 4, 0]], ids=str)
 def test_every_row_has_one_writer_and_writers_have_about_the_same_to_write(parts, rows):
     state = [torch.full((n, 3), float(i)) for i, n in enumerate(rows)]
@@ -87,17 +62,6 @@ def test_shards_are_written_by_who_holds_them(tmp_path):
     pieces = read_manifest(tmp_path, 1).tensors["w"].pieces
     assert {p.file: p.start for p in pieces} == {f"part-{i:05d}.safetensors": s.start for i, s in enumerate(shards)}
     assert same(load(tmp_path, 1).state, {"w": whole, "all": torch.ones(9)})
-
-
-def test_shards_of_three_dimensions_without_strides_of_their_own_come_back(tmp_path):
-    whole = any_bits(torch.bfloat16, (3, 4, 5))
-    cuts = itertools.product([(0, 2), (2, 3)], [(0, 1), (1, 4)], [(0, 5)])
-    shards = [Shard(whole[a:b, c:d, e:f], (a, c, e), (3, 4, 5)) for (a, b), (c, d), (e, f) in cuts]
-
-    save_parts(tmp_path, 1, [[shard] for shard in shards])
-
-    assert same(load(tmp_path, 1).state, [whole])
-    verify(tmp_path, 1)
 
 
 def test_shards_that_hold_nothing_are_allowed(tmp_path):
@@ -126,17 +90,6 @@ def test_a_path_that_looks_like_the_name_of_a_box_does_not_clash(tmp_path):
     for parts in (1, 2, 3):
         save_parts(tmp_path, parts, [state] * parts)
         assert same(load(tmp_path, parts).state, state)
-
-
-@pytest.mark.parametrize(
-    "state", [None, {}, 7, [torch.ones(0)], {"e": torch.ones(2, 0), "s": torch.tensor(1)}], ids=str
-)
-def test_a_state_with_less_than_there_are_writers_comes_back_whoever_commits(tmp_path, state):
-    for committer in range(3):
-        save_parts(tmp_path, committer, [state] * 3, {"by": committer}, committer=committer)
-
-        assert same(load(tmp_path, committer).state, state)
-        assert load(tmp_path, committer).info == {"by": committer}
 
 
 def test_descriptions_of_parts_go_when_the_checkpoint_is_complete(tmp_path):
@@ -343,18 +296,6 @@ def test_a_description_that_is_damaged_does_not_become_a_checkpoint(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- any part of it
-
-
-def _ranges(size):
-    return [(a, b) for a in range(size + 1) for b in range(a, size + 1)]
-
-
-def test_every_box_of_a_tensor_can_be_read_from_whatever_boxes_it_was_saved_in(tmp_path):
-    whole = torch.arange(20.0).reshape(4, 5)
-    save_parts(tmp_path, 1, [{"w": shard} for shard in grid(whole, [1, 3], [2])])
-
-    for (a, b), (c, d) in itertools.product(_ranges(4), _ranges(5)):
-        assert same(load_box(tmp_path, 1, "w", (a, c), (b - a, d - c)), whole[a:b, c:d])
 
 
 def test_a_box_of_a_scalar_and_of_nothing_can_be_read(tmp_path):

@@ -4,12 +4,10 @@ import errno
 import os
 import shutil
 import socket
-import warnings
 
 import pytest
-import safetensors.torch
 import torch
-from checkpoint_bytes import all_names, any_bits, data_dir, data_files, every_dtype, flip, manifest_file, same, step_dir
+from checkpoint_bytes import all_names, data_dir, data_files, flip, manifest_file, same, step_dir
 
 from holdfast.checkpoint import (
     CheckpointStore,
@@ -83,31 +81,6 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     assert load(tmp_path, 1).info == {"ids": [1]}
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 3), (2, 3, 1, 4)], ids=str)
-def test_every_dtype_comes_back_to_the_bit(tmp_path, shape):
-    state = every_dtype(shape)
-
-    write_tensors(tmp_path, 1, state, {}).commit(0)
-
-    assert same(state, load(tmp_path, 1).state)
-
-
-def test_the_tensor_file_can_be_read_by_the_safetensors_package(tmp_path):
-    state = {
-        "a": torch.randn(3, 2),
-        "b": {"c": torch.tensor(True), "d": torch.ones(2, dtype=torch.bfloat16), "e": torch.tensor([1 + 2j, 3 - 4j])},
-        "z": torch.randn(2, 2, dtype=torch.complex128),
-    }
-    write_tensors(tmp_path, 1, state, {}).commit(0)
-
-    read = safetensors.torch.load_file(tensor_file(tmp_path, 1))
-
-    assert read.keys() == {"a", "b/c", "b/d", "b/e", "z"}
-    assert same(read["a"], state["a"])
-    assert same(read["b/e"], state["b"]["e"])
-    assert same(torch.view_as_complex(read["z"]), state["z"])
-
-
 def test_tensors_that_share_memory_keep_their_values(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     numbers = torch.tensor([1 + 2j, 3 - 4j])
@@ -129,16 +102,6 @@ def test_tensors_that_share_memory_keep_their_values(tmp_path):
     assert same(back["views"][1], base[1])
 
 
-@pytest.mark.parametrize("elements", [0, 1])
-def test_a_tensor_too_small_to_have_a_stride_is_saved_whatever_its_stride(tmp_path, elements):
-    odd = torch.arange(3, 3 + 2 * elements, dtype=torch.float64)[::2]
-    assert odd.stride() == (2,)
-
-    write_tensors(tmp_path, 1, odd, {}).commit(0)
-
-    assert torch.equal(load(tmp_path, 1).state, odd)
-
-
 def test_tied_weights_are_stored_once_and_train_on_as_one(tmp_path):
     shared = torch.nn.Linear(64, 64, bias=False)
     model = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
@@ -149,36 +112,6 @@ def test_tied_weights_are_stored_once_and_train_on_as_one(tmp_path):
     assert list(read_manifest(tmp_path, 1).tensors) == ["0.weight"]
     assert tensor_file(tmp_path, 1).stat().st_size < 2 * 64 * 64 * 4
     assert back["0.weight"] is back["2.weight"]
-
-
-def test_a_tensor_of_several_blocks_comes_back(tmp_path):
-    big = any_bits(torch.int16, (3, (16 << 20) // 4 + 7))
-
-    write_tensors(tmp_path, 1, {"big": big, "small": torch.ones(1)}, {}).commit(0)
-
-    (piece,) = read_manifest(tmp_path, 1).tensors["big"].pieces
-    assert len(piece.blocks) == 2
-    assert same(load(tmp_path, 1).state["big"], big)
-
-
-def test_a_step_that_is_saved_again_is_never_without_a_complete_checkpoint(tmp_path):
-    saved(tmp_path, 20, 1)
-    seen = []
-    points.arm(lambda name: seen.append((name, value_of(tmp_path, 20))))
-
-    saved(tmp_path, 20, 2)
-
-    assert seen == [(name, 2 if name == "checkpoint.committed" else 1) for name in points.POINTS]
-    assert len(list(step_dir(tmp_path, 20).iterdir())) == 2
-
-
-def test_saving_again_heals_a_damaged_step(tmp_path):
-    saved(tmp_path, 20, 1)
-    flip(tensor_file(tmp_path, 20), -1)
-
-    saved(tmp_path, 20, 1)
-
-    assert value_of(tmp_path, 20) == 1
 
 
 def test_a_second_attempt_at_a_step_takes_the_place_of_the_first(tmp_path):
@@ -204,19 +137,11 @@ def test_an_abandoned_checkpoint_leaves_nothing(tmp_path):
         pending.commit(0)
 
 
-def test_abandoning_what_was_committed_changes_nothing(tmp_path):
-    pending = write_tensors(tmp_path, 5, {"w": torch.zeros(2)}, {})
-    pending.commit(0)
-
-    pending.abandon()
-
-    assert newest_intact(tmp_path) == 5
-
-
-def test_committing_twice_changes_nothing(tmp_path):
+def test_committing_twice_or_abandoning_what_was_committed_changes_nothing(tmp_path):
     pending = write_tensors(tmp_path, 5, {"w": torch.zeros(2)}, {})
 
     assert pending.commit(0) == pending.commit(0)
+    pending.abandon()
 
     assert newest_intact(tmp_path) == 5
 
@@ -398,16 +323,6 @@ def test_arguments_that_cannot_be_are_refused(tmp_path):
         write_tensors(tmp_path, 1, {}, {}, format="zip")
 
 
-def test_removing_a_step_leaves_the_others(tmp_path):
-    saved(tmp_path, 1, 1)
-    saved(tmp_path, 2, 2)
-
-    remove(tmp_path, 1)
-    remove(tmp_path, 1)
-
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"]
-
-
 # --------------------------------------------------------------------------------------------- loading
 
 
@@ -431,10 +346,7 @@ def test_where_nothing_was_saved_there_is_nothing(tmp_path):
     with pytest.raises(CheckpointMissing, match=r"no complete checkpoint of step 5 in .*, nor of any other"):
         load(tmp_path / "none", 5)
 
-
-def test_a_missing_step_is_answered_with_those_that_there_are(tmp_path):
     saved(tmp_path, 3, 1)
-
     with pytest.raises(CheckpointMissing, match=r"step 5 in .*, there is step 3; choose one that exists"):
         load(tmp_path, 5)
 
@@ -447,21 +359,6 @@ def test_loaded_tensors_have_memory_of_their_own(tmp_path):
     weights += 1
 
     assert weights.tolist() == [8.0] * 4
-
-
-def test_a_damaged_tensor_is_named_with_its_bytes(tmp_path):
-    state = {"a": torch.zeros(2), "b": torch.zeros(3, 2)}
-    write_tensors(tmp_path, 8, state, {}).commit(0)
-    begin = read_manifest(tmp_path, 8).tensors["b"].pieces[0].offset
-    flip(tensor_file(tmp_path, 8), begin)
-
-    with pytest.raises(CheckpointCorrupt) as damaged:
-        load(tmp_path, 8)
-
-    message = str(damaged.value)
-    what = f"tensor 'b' (float32, shape [3, 2]), bytes {begin} to {begin + 24} of part-00000.safetensors: they are not"
-    assert message.startswith(f"the checkpoint of step 8 in {tmp_path} is damaged: {what}")
-    assert "Load an older step" in message
 
 
 def test_damage_in_a_large_tensor_is_known_to_its_block(tmp_path):
@@ -493,30 +390,6 @@ def test_all_damage_is_found_and_that_of_no_tensor_too(tmp_path):
     )
     with pytest.raises(CheckpointCorrupt, match="3 places are damaged in all"):
         verify(tmp_path, 8)
-
-
-def test_a_damaged_newest_is_told_and_the_next_older_taken(tmp_path):
-    for step in (10, 20, 30, 40):
-        saved(tmp_path, step, step)
-    flip(tensor_file(tmp_path, 40), -1)
-    flip(manifest_file(tmp_path, 30), 30)
-    told = []
-
-    step = newest_intact(tmp_path, lambda step, error: told.append((step, str(error))))
-    loaded = load_newest(tmp_path, lambda step, error: told.append((step, str(error))))
-
-    assert (step, loaded.step, loaded.info) == (20, 20, {"value": 20})
-    assert [step for step, _ in told] == [40, 30] * 2
-    assert "tensor 'w'" in told[0][1]
-    assert "manifest, xxh3" in told[1][1]
-
-
-def _cut(path):
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def _empty(path):
-    os.truncate(path, 0)
 
 
 def _grow(path):
@@ -558,9 +431,7 @@ def _socket(path):
 
 @pytest.mark.parametrize("which", ["tensors", "manifest"])
 @pytest.mark.parametrize(
-    "damage",
-    [_cut, _empty, _grow, _pipe, _directory, _loop, _dangling, _device, _socket],
-    ids=lambda f: f.__name__.removeprefix("_"),
+    "damage", [_grow, _pipe, _directory, _loop, _dangling, _device, _socket], ids=lambda f: f.__name__.removeprefix("_")
 )
 def test_a_file_that_is_not_what_it_was_is_damage_and_is_named(tmp_path, which, damage):
     saved(tmp_path, 10, 1)
@@ -596,17 +467,6 @@ def test_a_tensor_file_that_is_gone_is_damage_and_a_manifest_that_is_gone_is_no_
     manifest_file(tmp_path, 10).unlink()
     with pytest.raises(CheckpointMissing):
         load(tmp_path, 10)
-
-
-def test_two_files_that_changed_places_are_damage(tmp_path):
-    for step in (10, 20):
-        saved(tmp_path, step, step)
-    one, two = tensor_file(tmp_path, 10), tensor_file(tmp_path, 20)
-    one.rename(tmp_path / "x")
-    two.rename(one)
-    (tmp_path / "x").rename(two)
-
-    assert newest_intact(tmp_path) is None
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damage(tmp_path):
@@ -745,19 +605,6 @@ def test_a_file_of_another_size_is_damage_before_given_memory_is_touched(tmp_pat
     assert given["w"].tolist() == [0.0] * 4
 
 
-def test_the_engine_does_what_the_functions_do(tmp_path):
-    engine = CheckpointStore(tmp_path)
-
-    engine.write_tensors(3, {"w": torch.ones(1)}, {}).commit(0)
-
-    assert engine.steps() == [3]
-    assert engine.newest_intact() == 3
-    assert engine.load(3).state == engine.load_newest().state == {"w": torch.ones(1)}
-    assert engine.url == str(tmp_path)
-    engine.remove(3)
-    assert engine.steps() == []
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_refuses_at_the_last_moment_leaves_the_old_checkpoint_and_no_draft(tmp_path, monkeypatch, number):
     """That a rename fails cannot be had from a real disk at will; the rest of it is real in the chaos tests."""
@@ -783,11 +630,3 @@ def test_a_file_system_that_forgets_a_rename_is_found_out(tmp_path, monkeypatch)
 
     with pytest.raises(CheckpointError, match=r"the file system says that .* was written, but it was not"):
         saved(tmp_path, 20, 1)
-
-
-def test_saving_and_loading_warns_of_nothing(tmp_path):
-    with warnings.catch_warnings(record=True) as caught:
-        saved(tmp_path, 20, 1)
-        value_of(tmp_path, 20)
-
-    assert caught == []

@@ -8,8 +8,7 @@ import pytest
 import torch
 from checkpoint_bytes import all_names, same, save_parts, step_dir
 
-import holdfast.checkpoint.writer as writer_module
-from holdfast.checkpoint import CheckpointStore, load, load_newest, newest_intact, steps, take
+from holdfast.checkpoint import CheckpointStore, load, newest_intact, steps, take
 from holdfast.checkpoint.snapshot import SnapshotBuffer
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.checkpoint.writer import CheckpointWriter
@@ -93,16 +92,17 @@ def outcome(writer):
 # --------------------------------------------------------------------------------------------- the loop
 
 
-def test_begin_commit_and_poll_return_before_the_storage_has_taken_anything(writer, storage):
+def test_begin_commit_and_poll_return_before_the_storage_has_taken_anything(writer, storage, tmp_path):
     storage.gate.clear()
 
     writer.begin(5, take(state_of(1)), {})
-    writer.commit(0)
-    early = list(storage.log), writer.poll(), writer.step
+    writer.commit(3)
+    early = list(storage.log), writer.poll(), writer.step, steps(tmp_path)
     storage.gate.set()
 
-    assert early == ([], [], 5)
+    assert early == ([], [], 5, [])
     assert outcome(writer).saved.step == 5
+    assert load(tmp_path, 5).generation == 3
     assert storage.log == ["prepare", "store", "put"]
 
 
@@ -185,20 +185,6 @@ def test_how_long_the_loop_was_held_counts_what_it_waited_for(places, storage):
 # --------------------------------------------------------------------------------------------- one after another
 
 
-def test_checkpoints_one_after_another_all_count(either, tmp_path):
-    for step in (1, 2, 3):
-        either.begin(step, take(state_of(step, size=step * 100)), {"step": step})
-        either.commit(step)
-    either.wait()
-
-    assert [found.saved.step for found in either.poll()] == [1, 2, 3]
-    assert either.poll() == []
-    for step in (1, 2, 3):
-        loaded = load(tmp_path, step)
-        assert same(loaded.state, state_of(step, size=step * 100))
-        assert (loaded.info, loaded.generation) == ({"step": step}, step)
-
-
 def test_a_slow_storage_holds_the_next_begin_and_not_the_memory(writer, storage, tmp_path):
     log = []
     storage.gate.clear()
@@ -272,18 +258,6 @@ def test_what_was_not_decided_on_is_abandoned_by_the_next_begin(either, tmp_path
 # --------------------------------------------------------------------------------------------- deciding
 
 
-def test_a_checkpoint_that_is_committed_before_it_is_written_counts_when_it_is(writer, storage, tmp_path):
-    storage.gate.clear()
-    writer.begin(5, take(state_of(1)), {})
-    writer.commit(3)
-    before = steps(tmp_path)
-    storage.gate.set()
-    writer.wait()
-
-    assert before == []
-    assert load(tmp_path, 5).generation == 3
-
-
 def test_a_checkpoint_that_is_abandoned_before_or_after_it_is_written_leaves_nothing(either, places, tmp_path):
     either.begin(5, take(state_of(1)), {})
     either.abandon()
@@ -341,20 +315,6 @@ def test_nobody_waits_for_what_was_not_decided_on(writer):
     writer.wait()
 
 
-def test_a_writer_tells_when_a_checkpoint_is_complete(places, tmp_path):
-    seen = []
-    writer = CheckpointWriter(places, background=True, after_commit=lambda step: seen.append(steps(tmp_path)))
-
-    writer.begin(5, take(state_of(1)), {})
-    writer.commit(0)
-    writer.wait()
-    writer.begin(6, take(state_of(1)), {})
-    writer.abandon()
-    writer.wait()
-
-    assert seen == [[5]]
-
-
 # --------------------------------------------------------------------------------------------- what goes wrong
 
 
@@ -395,29 +355,6 @@ def _until(true):
     return any(true() or tick.wait(0.01) for _ in range(int(PATIENCE_S * 100)))
 
 
-def test_what_goes_wrong_after_it_is_complete_does_not_make_it_incomplete(places, tmp_path):
-    def fail(step):
-        raise CheckpointError("old ones could not be removed")
-
-    writer = CheckpointWriter(places, background=True, after_commit=fail)
-    writer.begin(2, take(state_of(2)), {})
-    writer.commit(0)
-
-    found = outcome(writer)
-
-    assert found.saved.step == 2
-    assert str(found.error) == "old ones could not be removed"
-    assert newest_intact(tmp_path) == 2
-
-
-def test_info_that_cannot_be_saved_is_told_too(either, tmp_path):
-    either.begin(1, take(state_of(1)), {"a": object()})
-    either.commit(0)
-
-    assert "info/a must be plain JSON" in str(outcome(either).error)
-    assert all_names(tmp_path) == []
-
-
 def test_a_manifest_that_arrives_after_nobody_waits_for_it_finds_its_tensors(places, storage, tmp_path, monkeypatch):
     late = []
 
@@ -434,94 +371,3 @@ def test_a_manifest_that_arrives_after_nobody_waits_for_it_finds_its_tensors(pla
     assert newest_intact(tmp_path) is None
     LocalStorage(tmp_path).put(*late[0])
     assert same(load(tmp_path, 5).state, state_of(7))
-
-
-def test_a_storage_that_never_answers_is_an_error_and_no_hang(writer, storage, monkeypatch):
-    monkeypatch.setattr(writer_module, "_LIMIT_S", 0.1)
-    storage.gate.clear()
-    writer.begin(1, take(state_of(1)), {})
-    writer.commit(0)
-
-    with pytest.raises(CheckpointError, match=r"step 1 was not written to .* within 0.1 s; check that storage"):
-        writer.wait()
-    with pytest.raises(CheckpointError, match="step 1 was not written"):
-        writer.begin(2, take(state_of(2)), {})
-    storage.gate.set()
-    assert _until(lambda: writer.poll() != [])
-    writer.begin(3, take(state_of(3)), {})
-    writer.commit(0)
-    monkeypatch.setattr(writer_module, "_LIMIT_S", PATIENCE_S)
-
-    assert outcome(writer).saved.step == 3
-
-
-# --------------------------------------------------------------------------------------------- several writers
-
-
-def test_writers_that_share_a_checkpoint_complete_it_together(places, tmp_path):
-    writers = [CheckpointWriter(places, background=True) for _ in range(3)]
-    for part in (2, 0, 1):
-        writers[part].begin(5, take(state_of(7), part, 3), {}, **TOKEN)
-    for part in (1, 2):
-        writers[part].leave()
-    writers[0].commit(1)
-
-    found = [outcome(writer) for writer in writers]
-
-    assert [one.error for one in found] == [None] * 3
-    assert [one.saved is not None for one in found] == [True, False, False]
-    assert same(load_newest(tmp_path).state, state_of(7))
-
-
-def test_a_part_that_comes_late_is_waited_for(places, storage, tmp_path):
-    first, second = (CheckpointWriter(places, background=True) for _ in range(2))
-    first.begin(5, take(state_of(7), 0, 2), {}, **TOKEN)
-    first.commit(1)
-    assert _until(lambda: storage.log.count("put") == 1)
-
-    second.begin(5, take(state_of(7), 1, 2), {}, **TOKEN)
-    second.leave()
-
-    assert outcome(first).saved.step == 5
-    assert outcome(second).error is None
-    assert same(load(tmp_path, 5).state, state_of(7))
-
-
-def test_a_part_that_will_never_come_is_not_waited_for(places, tmp_path):
-    save_parts(tmp_path, 1, [state_of(1)])
-    first = CheckpointWriter(places, background=True)
-    first.begin(5, take(state_of(7), 0, 2), {}, **TOKEN)
-    first.commit(1, may_come=lambda part: False)
-
-    found = outcome(first)
-
-    assert "part 1 of 2 was not written, and its writer is gone" in str(found.error)
-    assert found.saved is None
-    assert steps(tmp_path) == [1]
-    assert not step_dir(tmp_path, 5).exists()
-
-
-def test_a_part_that_could_not_be_written_is_told_at_its_writer_and_nothing_becomes_complete(places, storage, tmp_path):
-    first, second = (CheckpointWriter(places, background=True) for _ in range(2))
-    second.begin(5, take({"w": torch.ones(9)}, 1, 2), {"a": object()}, **TOKEN)
-    second.leave()
-    first.begin(5, take({"w": torch.ones(9)}, 0, 2), {}, **TOKEN)
-    first.commit(1, may_come=lambda part: False)
-
-    assert "info/a must be plain JSON" in str(outcome(second).error)
-    assert "part 1 of 2" in str(outcome(first).error)
-    assert all_names(tmp_path) == []
-
-
-@pytest.mark.parametrize("first_to_abandon", [0, 1])
-def test_writers_that_share_a_checkpoint_abandon_it_together(places, tmp_path, first_to_abandon):
-    writers = [CheckpointWriter(places, background=True) for _ in range(2)]
-    for part, writer in enumerate(writers):
-        writer.begin(5, take(state_of(7), part, 2), {}, **TOKEN)
-    for part in (first_to_abandon, 1 - first_to_abandon):
-        writers[part].abandon()
-        writers[part].wait()
-
-    assert steps(tmp_path) == []
-    save_parts(tmp_path, 6, [state_of(6)])
-    assert {name.split("/")[0] for name in all_names(tmp_path)} == {"step-00000006"}

@@ -10,6 +10,7 @@ import train_flip
 from threads import Threads, side_by_side
 from torch.utils.data import TensorDataset
 from train_split import stages
+from written_plans import plan
 
 import holdfast
 from holdfast.comm import SUM, MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
@@ -20,7 +21,6 @@ from holdfast.comm.allreduce.hierarchical import HierarchicalReduce
 from holdfast.comm.allreduce.shm import SharedMemoryReduce
 from holdfast.engine import exits
 from holdfast.errors import MessageAltered
-from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.files import read_run
 from holdfast.records.types import CorruptionFound, CorruptionHealed, Finished, Recovered, StepCommitted
 from holdfast_lab.counting import CountingCommunicator
@@ -100,7 +100,7 @@ def flip(numbers, index):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checksums_change_no_bit_of_the_sum_and_ring_no_alarm(sums, path, dtype):
     plain, _, _ = sums(path, SlotSpan(0, LENGTH, dtype))
     results, found, _ = sums(path, SlotSpan(0, LENGTH, dtype, checked=True))
@@ -181,9 +181,8 @@ FLIP = "flip:rank={},step={},target=message,bucket={},count=1,bits=22"
 def train(tmp_path, *specs, guard="heal", guard_sums=True, **settings):
     """The hash of the state that training ends with, and the records."""
     tmp_path.mkdir(exist_ok=True)
-    faults = FaultPlan(tuple(map(parse, specs))).to_json() if specs else ""
-    arguments = {"fabric": "virtual", "workers": 3, "guard": guard, "guard_sums": guard_sums, "faults": faults}
-    _, state = train_flip.train(run_dir=str(tmp_path), **arguments, **settings)
+    arguments = {"fabric": "virtual", "workers": 3, "guard": guard, "guard_sums": guard_sums, "faults": plan(*specs)}
+    _, state = train_flip.train(run_dir=str(tmp_path), epochs=2, **arguments, **settings)
     return state, read_run(tmp_path)
 
 
@@ -267,8 +266,8 @@ def test_a_run_without_faults_keeps_its_bits_and_rings_no_alarm(tmp_path, quiet)
 )
 def test_what_stages_of_a_pipeline_give_each_other_is_looked_at(tmp_path, target, rank, where):
     model = holdfast.Pipeline(stages(), F.cross_entropy)
-    plan = FaultPlan((parse(f"flip:rank={rank},step=1,target={target},scale=3"),))
-    settings = {"workers": 4, "run_dir": str(tmp_path), "faults": plan.to_json(), "guard": "warn", "guard_sums": True}
+    faults = plan(f"flip:rank={rank},step=1,target={target},scale=3")
+    settings = {"workers": 4, "run_dir": str(tmp_path), "faults": faults, "guard": "warn", "guard_sums": True}
     session = holdfast.Session(model, lambda p: torch.optim.SGD(p, lr=0.01), **settings)
     x, y = reference.data()
     for step in session.steps(TensorDataset(x[:16], y[:16]), 8):

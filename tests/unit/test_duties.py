@@ -1,8 +1,7 @@
 """What a job lacks when the worker is lost that was to write it, and ranks that wait for one that has left."""
 
-from dataclasses import replace
-
 import pytest
+from some_records import some
 
 from holdfast.launch.job_state import JobBroken, JobCompleted, JobState
 from holdfast.records.types import (
@@ -17,34 +16,21 @@ from holdfast.records.types import (
 )
 
 
-def started(rank):
-    return RunStarted(
-        t_s=0.0, rank=rank, step=0, fabric="gloo", strategy="rollback", seed=0, workers=3, slices=3, order="fold",
-        split="slices", batch="global", rescale="survivors", steps_planned=9, samples_planned=9, num_buckets=1,
-        parameters=1,
-    )  # fmt: skip
-
-
-def finished(rank):
-    return Finished(
-        t_s=9.0, rank=rank, step=9, outcome="done", sha256="", state_sha256="", planned=9, committed=9, lost=0,
-        repeated=0, metrics={}, checkpoint="",
-    )  # fmt: skip
-
-
-def ended(rank, exit_code, t_s=5.0):
-    return WorkerEnded(t_s=t_s, rank=rank, step=4, exit_code=exit_code, pid=1)
-
-
-def recovered(rank, lost):
-    return Recovered(
-        t_s=5.0, rank=rank, step=4, lost=lost, survivors=(rank,), decision="redo", redone_steps=1, generation=1
-    )
+def started(rank, **more):
+    return some(RunStarted, **({"rank": rank, "steps_planned": 9, "parameters": 1} | more))
 
 
 def in_group(rank):
     """The start of a rank of torch.distributed, which knows neither model nor plan."""
-    return replace(started(rank), steps_planned=0, parameters=0)
+    return started(rank, steps_planned=0, parameters=0)
+
+
+def finished(rank):
+    return some(Finished, t_s=9.0, rank=rank, step=9, outcome="done", planned=9, committed=9)
+
+
+def recovered(rank, lost, **more):
+    return some(Recovered, t_s=5.0, rank=rank, step=4, lost=lost, **({"survivors": (rank,), "decision": "redo"} | more))
 
 
 def asked(rank, is_lead, **more):
@@ -53,6 +39,19 @@ def asked(rank, is_lead, **more):
 
 def saved(rank):
     return WriterDeclared(t_s=9.5, rank=rank, step=9, how="save", is_lead=rank == 0)
+
+
+def waits(rank, what="all_reduce(SUM)", number=12, members=(0, 1, 2)):
+    named = {"rank": rank, "what": what, "signature": what, "number": number, "members": members, "group": 1}
+    return some(CollectiveAwaited, t_s=5.0, step=11, where="train.py, line 33", **named)
+
+
+def left(rank, completed=12, group=1):
+    return ScriptEnded(t_s=4.0, rank=rank, step=11, steps=12, groups=(group,), completed=(completed,))
+
+
+def ended(rank, exit_code, t_s=5.0):
+    return WorkerEnded(t_s=t_s, rank=rank, step=4, exit_code=exit_code, pid=1)
 
 
 def verdict(*records, ranks=(0, 1, 2), running=False):
@@ -115,7 +114,7 @@ def test_a_newcomer_in_seat_0_has_its_duties():
     state = JobState("train.py")
     state.begin((0, 1, 2))
     state.wait_for(3)
-    joined = replace(recovered(1, ()), joined=(3,), survivors=(1, 2, 3))
+    joined = recovered(1, (), joined=(3,), survivors=(1, 2, 3))
     for record in (*RANK_0_DIES, joined, seat, *survivors_finish(1, 2, 3)):
         state.apply(record)
 
@@ -179,7 +178,7 @@ def test_a_script_that_says_who_writes_loses_nothing_by_the_death_of_another(vic
 
 def test_what_was_asked_between_two_loops_says_nothing_about_the_end():
     """The lead printed a figure of each epoch; in the end each worker writes."""
-    assert isinstance(late(1, asked(0, True), *(replace(started(rank), t_s=9.2) for rank in range(3))), JobBroken)
+    assert isinstance(late(1, asked(0, True), *(started(rank, t_s=9.2) for rank in range(3))), JobBroken)
 
 
 def test_a_worker_whose_death_the_others_have_recovered_from_is_no_late_loss():
@@ -191,17 +190,6 @@ def test_a_worker_whose_death_the_others_have_recovered_from_is_no_late_loss():
 
 
 # -- ranks that wait in vain
-
-
-def waits(rank, what="all_reduce(SUM)", number=12, members=(0, 1, 2), **more):
-    return CollectiveAwaited(
-        t_s=5.0, rank=rank, step=11, what=what, signature=what, where="train.py, line 33", group=1, number=number,
-        members=members, **more,
-    )  # fmt: skip
-
-
-def left(rank, completed=12, group=1):
-    return ScriptEnded(t_s=4.0, rank=rank, step=11, steps=12, groups=(group,), completed=(completed,))
 
 
 def blocked(*records):

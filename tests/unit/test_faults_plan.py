@@ -11,7 +11,6 @@ from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.flip import TARGETS, Flip
 from holdfast.faults.plan import (
-    ENDS,
     FLIP,
     KINDS,
     NOBODY,
@@ -32,14 +31,11 @@ from holdfast.faults.plan import (
     [
         ("kill:rank=1,step=20", Fault("kill", 1, 20)),
         ("kill:step=20,rank=1", Fault("kill", 1, 20, "forward")),
-        ("kill:rank=0,step=0,phase=recovery", Fault("kill", 0, 0, "recovery")),
         ("kill:rank=2,step=3,phase=allreduce", Fault("kill", 2, 3, "allreduce", None)),
         ("kill:rank=2,step=3,bucket=0,phase=allreduce", Fault("kill", 2, 3, "allreduce", 0)),
         ("kill:rank=2,step=3,slice=1,phase=handover", Fault("kill", 2, 3, "handover", slice=1)),
-        ("hang:rank=1,step=2", Fault("hang", 1, 2)),
         ("gil:rank=1,step=2,seconds=1.5", Fault("gil", 1, 2, seconds=1.5)),
         ("slow:seconds=2,rank=0,step=9,phase=backward", Fault("slow", 0, 9, "backward", None, 2.0)),
-        ("leave:rank=3,step=4,phase=rejoin", Fault("leave", 3, 4, "rejoin")),
         ("nodeloss:node=1,step=5", Fault("nodeloss", NOBODY, 5, node=1)),
         (
             "partition:seconds=10,step=5,node=0,phase=allreduce,bucket=2",
@@ -79,22 +75,16 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
     [
         ("", f"the kind before the colon must be one of {', '.join(KINDS)}, got ''"),
         ("kill", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
-        ("kill:", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
         ("maim:rank=1,step=2", f"the kind before the colon must be one of {', '.join(KINDS)}, got 'maim'"),
         ("kill:rank=1", "step is missing; rank and step are required"),
-        ("kill:step=1", "rank is missing; rank and step are required"),
         (
             "kill:rank=1,step=2,colour=red",
             "unknown key 'colour'; valid keys are rank, step, phase, bucket, slice, seconds",
         ),
-        ("kill:rank=1,step=2,", "unknown key ''; valid keys are rank, step, phase, bucket, slice, seconds"),
         ("kill:rank=,step=2", "rank needs a value, as in rank=1"),
-        ("kill:rank,step=2", "rank needs a value, as in rank=1"),
-        ("kill:rank=1,step=2,phase=", "phase needs a value, as in phase=forward"),
         ("kill:rank=-1,step=2", "rank must be a whole number of at least 0, got '-1'"),
         ("kill:rank=1,step=2.5", "step must be a whole number of at least 0, got '2.5'"),
         ("kill:rank=1,step=\u0663", "step must be a whole number of at least 0, got '\u0663'"),
-        ("kill:rank= 1,step=2", "rank must be a whole number of at least 0, got ' 1'"),
         ("kill:rank=1,rank=2,step=3", "rank is given twice; give it once"),
         (
             "kill:rank=1,step=2,phase=lunch",
@@ -108,41 +98,18 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
             "phase must be one of forward, backward, allreduce, optimizer for gpu-error, got checkpoint",
         ),
         ("slow:rank=1,step=2", "slow needs seconds, as in slow:rank=1,step=20,seconds=0.5"),
-        ("slow:rank=1,step=2,seconds=", "seconds needs a value, as in seconds=1"),
-        *(
-            (
-                f"{fault},seconds=1",
-                f"seconds is only allowed with hang, gil, spin, deadlock, slow, partition, gpu-hang, got {kind}",
-            )
-            for fault, kind in (
-                ("gpu-oom:rank=1,step=2", "gpu-oom"),
-                ("kill:rank=1,step=2", "kill"),
-                ("leave:rank=1,step=2", "leave"),
-                ("nodeloss:node=1,step=2", "nodeloss"),
-            )
+        (
+            "gpu-oom:rank=1,step=2,seconds=1",
+            "seconds is only allowed with hang, gil, spin, deadlock, slow, partition, gpu-hang, got gpu-oom",
         ),
         ("nodeloss", "after the kind there must be at least node and step, as in nodeloss:node=1,step=20"),
         ("nodeloss:step=2", "node is missing; node and step are required"),
-        ("nodeloss:node=-1,step=2", "node must be a whole number of at least 0, got '-1'"),
-        (
-            "partition:rank=1,step=2",
-            "rank is not allowed here: this kind strikes a whole node, given by node",
-        ),
+        ("partition:rank=1,step=2", "rank is not allowed here: this kind strikes a whole node, given by node"),
         ("kill:node=1,step=2", "node is not allowed here: this kind strikes one worker, given by rank"),
-        (
-            "partition:node=1,step=2,colour=red",
-            "unknown key 'colour'; valid keys are node, step, phase, bucket, slice, seconds",
-        ),
-        ("hang:rank=1,step=2,seconds=0", "seconds must be a number from 0.001 to 1000000, got 0.0"),
         ("hang:rank=1,step=2,seconds=0.0009", "seconds must be a number from 0.001 to 1000000, got 0.0009"),
-        ("hang:rank=1,step=2,seconds=1000001", "seconds must be a number from 0.001 to 1000000, got 1000001.0"),
         ("hang:rank=1,step=2,seconds=nan", "seconds must be a number from 0.001 to 1000000, got 'nan'"),
-        ("hang:rank=1,step=2,seconds=1e3", "seconds must be a number from 0.001 to 1000000, got '1e3'"),
-        ("hang:rank=1,step=2,seconds=1.2.3", "seconds must be a number from 0.001 to 1000000, got '1.2.3'"),
-        ("hang:rank=1,step=2,seconds=-1", "seconds must be a number from 0.001 to 1000000, got '-1'"),
         ("flip:rank=1,step=2", f"target is missing; it must be one of {', '.join(TARGETS)}"),
         ("flip:rank=1,step=2,target=disk", f"target must be one of {', '.join(TARGETS)}, got 'disk'"),
-        ("flip:rank=1,target=weights", "step is missing; rank and step are required"),
         (
             "flip:rank=1,step=2,target=weights,bucket=1",
             "bucket is only allowed with target=message, got target=weights",
@@ -154,12 +121,9 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ),
         ("flip:rank=1,step=2,target=weights,finite=yes", "finite takes no value, got 'yes'"),
         ("flip:rank=1,step=2,target=weights,keep-sign,keep-sign", "keep-sign is given twice; give it once"),
-        ("flip:rank=1,step=2,target=weights,count=", "count needs a value, as in count=10"),
         ("flip:rank=1,step=2,target=weights,count=1.5", "count must be a whole number of at least 0, got '1.5'"),
         ("flip:rank=1,step=2,target=weights,count=0", "count of flips must be at least 1, got 0"),
         ("flip:rank=1,step=2,target=weights,rate=often", "rate must be a number, got 'often'"),
-        ("flip:rank=1,step=2,target=weights,scale=nan", "scale must be a number, got 'nan'"),
-        ("flip:rank=1,step=2,target=weights,at=", "at needs a value, as in at=fc1.weight"),
     ],
 )
 def test_a_malformed_spec_is_refused_in_one_line_that_begins_with_it(spec, complaint):
@@ -167,13 +131,6 @@ def test_a_malformed_spec_is_refused_in_one_line_that_begins_with_it(spec, compl
         parse(spec)
 
     assert str(refused.value) == f"{spec}: {complaint}"
-
-
-def test_a_spec_with_a_line_break_is_still_refused_in_one_line():
-    with pytest.raises(ConfigError) as refused:
-        parse("kill:rank=1,step=2\nphase=forward")
-
-    assert "\n" not in str(refused.value)
 
 
 def test_a_fault_is_due_at_its_place_and_nowhere_else():
@@ -200,10 +157,6 @@ def test_two_faults_at_one_place_fire_one_after_the_other():
 
     assert plan.due(0, 1, "forward") == (0, plan.faults[0])
     assert plan.without([0]).due(0, 1, "forward") == (1, plan.faults[1])
-
-
-def test_an_empty_plan_is_never_due():
-    assert FaultPlan().due(0, 0, "forward") is None
 
 
 @pytest.mark.parametrize(
@@ -362,7 +315,6 @@ def test_a_flip_is_due_for_its_target_alone_and_no_other_fault_is():
         ('{"seed": 0, "faults": [], "fired": [], "more": 1}', "wrong or missing: more"),
         ('{"seed": 0, "seed": 0, "faults": [], "fired": []}', "'seed' of a fault plan is given twice"),
         ('{"seed": "0", "faults": [], "fired": []}', "seed must be a whole number"),
-        ('{"seed": true, "faults": [], "fired": []}', "seed must be a whole number"),
         ('{"seed": 0, "faults": {}, "fired": []}', "faults of a fault plan must be a list"),
         ('{"seed": 0, "faults": [], "fired": [0]}', "fired must hold numbers of the 0 faults"),
         ('{"seed": 0, "faults": [1], "fired": []}', "fault 0 of the plan: it must be a JSON object"),
@@ -371,12 +323,10 @@ def test_a_flip_is_due_for_its_target_alone_and_no_other_fault_is():
             "wrong or missing: bucket, phase, rank, seconds, step",
         ),
         (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "NaN")}], "fired": []}}', "seconds must be a number"),
-        (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "true")}], "fired": []}}', "seconds must be a number"),
         (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "1e400")}], "fired": []}}', "seconds must be a number"),
         (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "null")}], "fired": []}}', "slow needs seconds"),
         (f'{{"seed": 0, "faults": [{_FAULT}], "fired": [0.0]}}', "fired must be whole numbers"),
         (f'{{"seed": 0, "faults": [{_FAULT.replace("kill", "nodeloss")}], "fired": []}}', "wrong or missing: node"),
-        (f'{{"seed": 0, "faults": [{_ON_NODE.replace("nodeloss", "kill")}], "fired": []}}', "wrong or missing: node"),
         (f'{{"seed": 0, "faults": [{_ON_NODE.replace("3", "null")}], "fired": []}}', "nodeloss strikes a node"),
         (
             f'{{"seed": 0, "faults": [{_FAULT.replace("2", "2.5")}], "fired": []}}',
@@ -392,11 +342,6 @@ def test_a_plan_that_is_not_exactly_one_is_refused(text, complaint):
     assert complaint in str(refused.value)
 
 
-def test_a_random_plan_that_would_leave_nobody_is_refused():
-    with pytest.raises(ConfigError, match="kills must be from 0 to 3, so that one of 4 workers is left, got 4"):
-        draw_plan(seed=0, workers=4, steps=10, kills=4, num_buckets=2)
-
-
 def test_random_plans_reach_every_phase_and_several_deaths_at_once():
     plans = [draw_plan(seed, workers=8, steps=20, kills=4, num_buckets=3) for seed in range(50)]
 
@@ -405,13 +350,6 @@ def test_random_plans_reach_every_phase_and_several_deaths_at_once():
 
     assert phases == {"forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint"}
     assert 10 < len(at_once) < 50
-
-
-def test_random_plans_of_one_kind_are_what_they_were_before_there_were_others():
-    plan = draw_plan(3, workers=4, steps=10, kills=2, num_buckets=2)
-
-    assert plan.to_specs() == ["kill:rank=1,step=8,phase=backward", "kill:rank=2,step=8,phase=recovery"]
-    assert plan == draw_plan(3, 4, 10, 2, 2, kinds=["kill"])
 
 
 def test_random_plans_draw_every_kind_and_only_what_can_be_asked_for():
@@ -427,21 +365,6 @@ def test_random_plans_draw_every_kind_and_only_what_can_be_asked_for():
     for plan in plans:
         assert len({fault.rank for fault in plan.faults}) == len(plan.faults)
         assert len([fault for fault in plan.faults if fault.rank < 8]) == 4
-
-
-def test_a_random_plan_of_ends_alone_ends_workers_alone():
-    plans = [draw_plan(seed, 4, 20, 3, 1, kinds=ENDS) for seed in range(20)]
-
-    assert {fault.kind for plan in plans for fault in plan.faults} == set(ENDS)
-
-
-def test_a_random_plan_of_no_kind_is_refused():
-    with pytest.raises(ConfigError, match="kinds must name at least one kind"):
-        draw_plan(0, 4, 10, 2, 1, kinds=[])
-    with pytest.raises(ConfigError, match="kind must be one of"):
-        draw_plan(0, 4, 10, 2, 1, kinds=["maim"])
-    with pytest.raises(ConfigError, match="nodeloss strikes a node: name it"):
-        draw_plan(0, 4, 10, 2, 1, kinds=["nodeloss"])
 
 
 def test_a_fault_in_rejoin_strikes_the_first_time_from_its_step_on():

@@ -129,7 +129,6 @@ def test_the_files_of_a_running_job_are_put_in_the_order_of_time(tmp_path):
     "report",
     [
         "{",
-        "[]",
         "null",
         '{"wall_s": "x", "workers": 3, "job": [], "error": 1}',
         '{"wall_s": 1e400}',
@@ -187,9 +186,8 @@ def test_the_output_of_a_running_job_is_read_where_the_job_writes_it(tmp_path):
         folder.mkdir()
     (log_dir / "rank-0.log").write_text("hello\n")
 
-    assert FollowedFolder(run_dir, "train.py-1", lambda action, values: action, ("stop",), log_dir).log(0, 5) == [
-        "hello"
-    ]
+    run = FollowedFolder(run_dir, "train.py-1", lambda action, values: action, ("stop",), log_dir)
+    assert run.log(0, 5) == ["hello"]
 
 
 def test_sigterm_removes_the_folder_with_the_token(tmp_path):

@@ -1,6 +1,7 @@
 """Where the time of a run went, for histories made by hand; and what the report says of it."""
 
 import pytest
+from some_records import some
 
 from holdfast.observe.terminal.table import summary_lines
 from holdfast.records.types import (
@@ -22,16 +23,13 @@ from holdfast.summary.goodput import TimeAccount, goodput_of
 
 
 def started(t_s, step=0, rank=0, **settings):
-    fixed = {
-        "fabric": "gloo", "strategy": "rollback", "seed": 3, "workers": 3, "slices": 3, "order": "fold", "split": "slices",
-        "batch": "global", "rescale": "survivors", "steps_planned": 10, "samples_planned": 400, "num_buckets": 2,
-        "parameters": 99,
-    }  # fmt: skip
-    return RunStarted(t_s=t_s, rank=rank, step=step, **(fixed | settings))
+    return some(
+        RunStarted, t_s=t_s, rank=rank, step=step, **({"workers": 3, "steps_planned": 10, "parameters": 99} | settings)
+    )
 
 
 def committed(t_s, step):
-    return StepCommitted(t_s=t_s, rank=0, step=step, epoch=0, samples=40, workers=3, metrics={})
+    return some(StepCommitted, t_s=t_s, step=step, samples=40, workers=3)
 
 
 def recovered(t_s, step, decision="redo", generation=1, rank=0, **more):
@@ -39,9 +37,8 @@ def recovered(t_s, step, decision="redo", generation=1, rank=0, **more):
     return Recovered(t_s=t_s, rank=rank, step=step, decision=decision, generation=generation, **(how | more))
 
 
-def finished(t_s, step, rank=0):
-    numbers = {"planned": 1, "committed": 1, "lost": 0, "repeated": 0, "metrics": {}, "checkpoint": ""}
-    return Finished(t_s=t_s, rank=rank, step=step, outcome="done", sha256="a", state_sha256="b", **numbers)
+def finished(t_s, step):
+    return some(Finished, t_s=t_s, step=step, outcome="done", sha256="a", state_sha256="b", planned=1, committed=1)
 
 
 def uses(records, wall_s):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from some_records import some
 from train_kinds import train
 
 from holdfast.config import Settings
@@ -41,27 +42,19 @@ def test_everything_that_decides_bits_is_in_the_text():
     }
 
 
+CHANGES = {
+    "gpu": {"name": "NVIDIA H200", "multiprocessors": 66},  # half of a card
+    "gpu_driver": {"driver": "570.1"},
+    "gpu_libraries": {"cuda": "12.8", "cudnn": "90000", "cublas": "", "nccl": "2.31.2"},
+    "gpu_flags": {
+        "benchmark": True, "deterministic": False, "warn_only": True, "cudnn_deterministic": True, "tf32_matmul": "tf32",
+        "tf32_cudnn": "conv none rnn none", "reduced": (), "attention": ("math",), "workspace": ":16:8",
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"name": "NVIDIA H200"}, "gpu"),
-        ({"multiprocessors": 66}, "gpu"),  # half of a card
-        ({"driver": "570.1"}, "gpu_driver"),
-        ({"cuda": "12.8"}, "gpu_libraries"),
-        ({"cudnn": "90000"}, "gpu_libraries"),
-        ({"cublas": ""}, "gpu_libraries"),
-        ({"nccl": "2.31.2"}, "gpu_libraries"),
-        ({"benchmark": True}, "gpu_flags"),
-        ({"deterministic": False}, "gpu_flags"),
-        ({"warn_only": True}, "gpu_flags"),
-        ({"cudnn_deterministic": True}, "gpu_flags"),
-        ({"tf32_matmul": "tf32"}, "gpu_flags"),
-        ({"tf32_cudnn": "conv none rnn none"}, "gpu_flags"),
-        ({"reduced": ()}, "gpu_flags"),
-        ({"attention": ("math",)}, "gpu_flags"),
-        ({"workspace": ":16:8"}, "gpu_flags"),
-    ],
-    ids=str,
+    ("change", "name"), [({key: value}, name) for name, its in CHANGES.items() for key, value in its.items()], ids=str
 )
 def test_each_difference_between_two_gpus_is_found_and_named(change, name):
     mine, theirs = CPU | gpu_properties(replace(EXACT, **change)), CPU | gpu_properties(EXACT)
@@ -138,17 +131,9 @@ def test_a_session_says_once_at_the_start_which_promise_holds(monkeypatch, capsy
     assert said == [f"holdfast: {line_of(kind['promise'])}"]
 
 
-def started(rank, kind):
-    return RunStarted(
-        t_s=0.0, rank=rank, step=0, fabric="gloo", strategy="rollback", seed=0, workers=2, slices=2, order="fold",
-        split="slices", batch="global", rescale="survivors", steps_planned=1, samples_planned=1, num_buckets=1,
-        parameters=1, platform=kind,
-    )  # fmt: skip
-
-
 def test_the_report_has_the_promise_where_gpus_were_used():
     def of(*kinds):
-        records = [started(*each) for each in enumerate(kinds)]
+        records = [some(RunStarted, rank=rank, platform=kind) for rank, kind in enumerate(kinds)]
         return build_report(records, started=(0, 1), wall_s=1.0, seed=0)["platforms"]
 
     exact, other = CPU | gpu_properties(EXACT), CPU | gpu_properties(replace(EXACT, benchmark=True))

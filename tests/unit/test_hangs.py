@@ -48,6 +48,19 @@ class Job:
             self.now_s += every_s
             self.look()
 
+    def found_after(self, quiet_s, more_s):
+        """Let time pass in which nobody is given up, and some more; return who is then."""
+        self.pass_time(quiet_s)
+        assert self.given_up == {}
+        self.pass_time(more_s)
+        return list(self.given_up)
+
+    def keep_waiting(self, stuck, phase, step=5, **more):
+        """Let all others wait for one in the all-reduce of a step."""
+        for rank in self.places:
+            self.put(rank, "allreduce", step, waits=True)
+        self.put(stuck, phase, step, **more)
+
     def train(self, steps=3, step_s=1.0):
         """Let everybody compute and wait through some steps, so that nobody is new."""
         for step in range(steps):
@@ -70,11 +83,7 @@ def test_a_worker_without_a_pulse_is_given_up_wherever_it_is(phase):
     job.look()
     job.stop(1)
 
-    job.pass_time(TIMEOUT_S)
-    assert job.given_up == {}
-    job.pass_time(3)
-
-    assert list(job.given_up) == [1]
+    assert job.found_after(TIMEOUT_S, 3) == [1]
     assert job.given_up[1].silent_s > TIMEOUT_S
     assert "stopped" in job.given_up[1].reason
 
@@ -96,11 +105,7 @@ def test_a_new_worker_may_be_without_a_pulse_for_longer(phase, times):
     job.look()
     job.stop(1)
 
-    job.pass_time(times * TIMEOUT_S)
-    assert job.given_up == {}
-    job.pass_time(3)
-
-    assert list(job.given_up) == [1]
+    assert job.found_after(times * TIMEOUT_S, 3) == [1]
 
 
 def test_the_silence_of_a_new_worker_sets_no_limit_for_later():
@@ -134,25 +139,15 @@ def test_a_silence_that_ended_by_itself_allows_for_three_such():
     job.pass_time(2)
     job.stop(1)
 
-    job.pass_time(24)
-    assert job.given_up == {}
-    job.pass_time(4)
-
-    assert list(job.given_up) == [1]
+    assert job.found_after(24, 4) == [1]
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "allreduce", "optimizer"])
 def test_who_stands_still_in_a_step_while_another_waits_is_given_up(phase):
     job = Job().train()
-    job.put(0, "allreduce", waits=True)
-    job.put(1, phase)
-    job.put(2, "allreduce", waits=True)
+    job.keep_waiting(1, phase)
 
-    job.pass_time(TIMEOUT_S)
-    assert job.given_up == {}
-    job.pass_time(2)
-
-    assert list(job.given_up) == [1]
+    assert job.found_after(TIMEOUT_S, 2) == [1]
     assert f"in {phase} of step 5" in job.given_up[1].reason
     assert "busy" in job.given_up[1].reason
 
@@ -180,12 +175,35 @@ def test_a_slow_worker_that_moves_hides_no_stuck_one_and_is_spared():
     assert list(job.given_up) == [1]
 
 
-def test_nobody_is_given_up_where_nobody_waits():
-    job = Job().train()
-    for rank in range(3):
-        job.put(rank, "backward")  # all evaluate in the middle of the loop
+WAITS, PATIENT = {"waits": True}, {"waits": True, "in_collective": True, "is_patient": True}
+SPARED = {
+    "where nobody waits: all evaluate in the middle of the loop": [("backward", {})] * 3,
+    "where all wait: it is for --stall-timeout": [("allreduce", WAITS)] * 3,
+    "for a newcomer that waits to be let in": [("backward", {})] * 3 + [("start", WAITS | {"step": -1})],
+    "for newcomers that wait to be admitted": [("start", WAITS), ("forward", {}), ("start", WAITS)],
+    "for newcomers that wait to be admitted to a script": [("start", WAITS), ("script", {}), ("start", WAITS)],
+    "for a group with a timeout longer than PyTorch's": [("script", PATIENT), ("script", PATIENT), ("script", {})],
+}
 
-    job.pass_time(20 * TIMEOUT_S)
+
+@pytest.mark.parametrize("why", SPARED)
+def test_nobody_is_given_up(why):
+    job = Job().train()
+    for rank, (phase, more) in enumerate(SPARED[why]):
+        job.put(rank, phase, **more)
+
+    job.pass_time(100 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
+def test_without_a_timeout_nobody_is_given_up():
+    job = Job(timeout_s=0.0).train()
+    job.put(0, "allreduce", waits=True)
+    job.put(1, "forward")
+    job.stop(2)
+
+    job.pass_time(1000)
 
     assert job.given_up == {}
 
@@ -204,27 +222,6 @@ def test_a_rank_of_torch_distributed_moves_with_each_collective():
     assert job.given_up.keys() == {2}
 
 
-def test_a_wait_in_a_group_with_a_timeout_longer_than_pytorchs_makes_no_rank_stuck():
-    job = Job()
-    for rank in (0, 1):
-        job.put(rank, "script", waits=True, in_collective=True, is_patient=True)
-    job.put(2, "script")
-
-    job.pass_time(100 * TIMEOUT_S)
-
-    assert job.given_up == {}
-
-
-def test_nobody_is_given_up_where_all_wait():
-    job = Job().train()
-    for rank in range(3):
-        job.put(rank, "allreduce", waits=True)  # it is for --stall-timeout
-
-    job.pass_time(20 * TIMEOUT_S)
-
-    assert job.given_up == {}
-
-
 def test_waiting_must_have_lasted_too():
     job = Job().train()
     for rank in range(3):
@@ -239,15 +236,9 @@ def test_waiting_must_have_lasted_too():
 
 def test_what_took_long_before_may_take_three_times_as_long():
     job = Job().train(step_s=20.0)
-    job.put(0, "allreduce", 7, waits=True)
-    job.put(2, "allreduce", 7, waits=True)
-    job.put(1, "forward", 7)
+    job.keep_waiting(1, "forward", 7)
 
-    job.pass_time(59)
-    assert job.given_up == {}
-    job.pass_time(5)
-
-    assert list(job.given_up) == [1]
+    assert job.found_after(59, 5) == [1]
 
 
 def test_waiting_for_others_teaches_nothing():
@@ -268,24 +259,16 @@ def test_waiting_for_others_teaches_nothing():
 
 def test_a_first_step_may_take_ten_times_as_long():
     job = Job()
-    job.put(0, "allreduce", 0, waits=True)
-    job.put(2, "allreduce", 0, waits=True)
-    job.put(1, "forward", 0)
+    job.keep_waiting(1, "forward", 0)
 
-    job.pass_time(10 * TIMEOUT_S)
-    assert job.given_up == {}
-    job.pass_time(2)
-
-    assert list(job.given_up) == [1]
+    assert job.found_after(10 * TIMEOUT_S, 2) == [1]
 
 
 def test_the_first_step_sets_no_limit_for_the_others():
     job = Job()
     job.pass_time(60)  # compiling
     job.train()
-    job.put(0, "allreduce", 7, waits=True)
-    job.put(2, "allreduce", 7, waits=True)
-    job.put(1, "forward", 7)
+    job.keep_waiting(1, "forward", 7)
 
     job.pass_time(TIMEOUT_S + 2)
 
@@ -312,17 +295,6 @@ def test_the_first_step_of_a_newcomer_may_take_long_too():
     assert list(job.given_up) == [3]
 
 
-def test_a_newcomer_that_waits_to_be_let_in_keeps_nobody_from_evaluating():
-    job = Job().train()
-    for rank in range(3):
-        job.put(rank, "backward")
-    job.put(3, "start", -1, waits=True)
-
-    job.pass_time(20 * TIMEOUT_S)
-
-    assert job.given_up == {}
-
-
 @pytest.mark.parametrize(
     ("phase", "times"), [("recovery", 10), ("gate", 10), ("checkpoint", 30), ("start", 60), ("script", 60)]
 )
@@ -332,30 +304,12 @@ def test_what_is_no_step_may_take_much_longer(phase, times):
         job.put(rank, phase, waits=True)
     job.put(1, phase)
 
-    job.pass_time(times * TIMEOUT_S)
-    assert job.given_up == {}
-    job.pass_time(2)
-
-    assert list(job.given_up) == [1]
-
-
-@pytest.mark.parametrize("phase", ["forward", "script"])
-def test_a_newcomer_that_waits_to_be_admitted_makes_no_worker_stuck(phase):
-    job = Job().train()
-    job.put(0, "start", waits=True)
-    job.put(1, phase)
-    job.put(2, "start", waits=True)
-
-    job.pass_time(1000 * TIMEOUT_S)
-
-    assert job.given_up == {}
+    assert job.found_after(times * TIMEOUT_S, 2) == [1]
 
 
 def test_who_says_that_it_is_busy_is_left_alone_pulse_or_not():
     job = Job().train()
-    job.put(0, "allreduce", waits=True)
-    job.put(2, "allreduce", waits=True)
-    job.put(1, "backward", busy=True)
+    job.keep_waiting(1, "backward", busy=True)
     job.look()
     job.stop(1)
 
@@ -366,9 +320,7 @@ def test_who_says_that_it_is_busy_is_left_alone_pulse_or_not():
 
 def test_what_was_done_while_busy_sets_no_limit():
     job = Job().train()
-    job.put(0, "allreduce", waits=True)
-    job.put(2, "allreduce", waits=True)
-    job.put(1, "backward", busy=True)
+    job.keep_waiting(1, "backward", busy=True)
     job.look()
     job.stop(1)
     job.pass_time(100)
@@ -438,11 +390,7 @@ def test_waits_of_other_nodes_do_not_add_up_against_a_newcomer_that_loads():
     for rank in range(3):
         job.put(rank, "allreduce", waits=True)
 
-    job.pass_time(59 * TIMEOUT_S)
-    assert job.given_up == {}
-    job.pass_time(2 * TIMEOUT_S)
-
-    assert list(job.given_up) == [3], "one wait as long as its limit does"
+    assert job.found_after(59 * TIMEOUT_S, 2 * TIMEOUT_S) == [3], "one wait as long as its limit does"
 
 
 @pytest.mark.parametrize("newcomers", [{3, 4}, set()])
@@ -515,17 +463,6 @@ def test_the_one_worker_of_a_job_is_only_given_up_for_want_of_a_pulse():
     assert list(job.given_up) == [0]
 
 
-def test_without_a_timeout_nobody_is_given_up():
-    job = Job(timeout_s=0.0).train()
-    job.put(0, "allreduce", waits=True)
-    job.put(1, "forward")
-    job.stop(2)
-
-    job.pass_time(1000)
-
-    assert job.given_up == {}
-
-
 def test_a_start_of_the_job_knows_nothing_of_the_one_before_but_how_long_things_take():
     job = Job().train(step_s=20.0)
     job.stop(1)
@@ -536,16 +473,10 @@ def test_a_start_of_the_job_knows_nothing_of_the_one_before_but_how_long_things_
     job.given_up.clear()
     job.stopped.clear()
     job.train()
-    job.put(0, "allreduce", waits=True)
-    job.put(1, "forward")
-    job.put(2, "allreduce", waits=True)
+    job.keep_waiting(1, "forward")
     job.pass_time(50)
     assert job.given_up == {}
     job.stop(1)
     job.pass_time(15)
 
     assert list(job.given_up) == [1]
-
-
-def test_it_looks_ten_times_within_the_timeout():
-    assert HangDetector(30.0).poll_every_s == 3.0

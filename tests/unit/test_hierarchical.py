@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.base.orders import is_rounded
-from holdfast.comm import MeanDivisor, OrderedAllReduce, SlotSpan, VirtualCommunicator
+from holdfast.comm import MeanDivisor, SlotSpan
 from holdfast.comm.allreduce import adding, chain, hierarchical
-from holdfast.comm.allreduce.chain import ChainReduce, is_shorter, visits_of
+from holdfast.comm.allreduce.chain import ChainReduce
 from holdfast.comm.allreduce.hierarchical import HierarchicalReduce, pieces, rails
 from holdfast.comm.allreduce.mover import FabricMover
 from holdfast.comm.allreduce.path import ReduceCall, aligned
@@ -39,7 +39,7 @@ def added(terms):
 workers_of_hosts = st.lists(st.integers(1, 4), min_size=2, max_size=4)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(workers_of_hosts, st.integers(0, 200), st.sampled_from([8, 16]))
 @example([1, 2], 8, 8).via("the cut at the end is none")
 def test_pieces_cover_the_vector_once_and_each_is_in_one_share_of_every_host(sizes, length, line):
@@ -96,7 +96,7 @@ def sums_of_threads(fabric, terms, slots, length, mean=None, comm=Thread, times=
     return fabric.run(work, comm)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     workers_of_hosts,
     st.dictionaries(st.integers(0, 20), st.integers(0, 99)),
@@ -126,8 +126,7 @@ def test_the_sum_between_hosts_has_the_bits_of_the_tree_over_all_slices(sizes, o
     assert all(of_process[a] != of_process[b] for a, b, *_ in fabric.sent), "inside a host nobody sends"
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1, 3)])
-@pytest.mark.parametrize("length", [33, 1000, 5000])
+@pytest.mark.parametrize(("sizes", "length"), [((1, 1), 33), ((2, 2), 5000), ((2, 1, 3), 1000)])
 def test_the_bits_are_the_same_in_rounds(monkeypatch, sizes, length):
     monkeypatch.setattr(hierarchical, "ROUND_BYTES", 64)
     of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
@@ -143,7 +142,7 @@ def test_the_bits_are_the_same_in_rounds(monkeypatch, sizes, length):
         assert torch.equal(at_once, in_rounds)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (3, 1), (2, 3, 4)])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (2, 3, 4)])
 def test_each_chunk_crosses_once_however_many_workers_a_host_has(sizes):
     of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
     terms, length = some_terms(range(8)), 1200
@@ -191,7 +190,7 @@ def test_in_a_fold_a_host_sends_its_running_sum_and_the_result_once():
     assert bytes_of(2, 2, lambda n: 2 if n == 0 else n, "fold") == [1.0, 2.0], "its slices are no run"
 
 
-@pytest.mark.parametrize("length", [1, 100, 5000])
+@pytest.mark.parametrize("length", [1, 5000])
 def test_a_running_sum_of_many_pieces_has_the_bits_of_the_fold(monkeypatch, length):
     monkeypatch.setattr(chain, "PIECE_BYTES", 64)
     of_process, terms = [0, 0, 1, 1, 2, 2, 2], {}
@@ -203,12 +202,6 @@ def test_a_running_sum_of_many_pieces_has_the_bits_of_the_fold(monkeypatch, leng
     answers = sums_of_threads(Fabric(of_process), terms, [[2 * p, 2 * p + 1] for p in range(7)], length, order="fold")
 
     assert all(torch.equal(answer, expected) for answer in answers)
-
-
-def test_a_chain_is_for_hosts_of_several_workers():
-    assert is_shorter((0, 0, 1, 1))
-    assert not is_shorter((0, 0, 1))
-    assert [tuple(visit) for visit in visits_of({0: 1, 1: 1, 2: 0, 5: 1})] == [(1, (0, 1)), (0, (2,)), (1, (5,))]
 
 
 def test_after_a_loss_only_the_host_that_holds_a_group_more_sends_more():
@@ -275,7 +268,7 @@ def test_the_barrier_takes_the_maximum_of_each_integer_over_all_workers(sizes, v
     assert fabric.run(work) == [expected] * len(of_process)
 
 
-@pytest.mark.parametrize("hosts", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("hosts", [2, 3, 8])
 def test_a_barrier_takes_a_logarithm_of_messages_for_each_host_and_none_inside(hosts):
     fabric = Fabric([process // 3 for process in range(3 * hosts)])
 
@@ -284,7 +277,7 @@ def test_a_barrier_takes_a_logarithm_of_messages_for_each_host_and_none_inside(h
     assert fabric.messages_by_process() == [math.ceil(math.log2(hosts)), 0, 0] * hosts
 
 
-@pytest.mark.parametrize("late", range(5))
+@pytest.mark.parametrize("late", [0, 1, 4])
 def test_no_worker_leaves_the_barrier_before_the_last_has_entered(late):
     fabric, entered = Fabric([0, 0, 1, 1, 2]), threading.Event()
 
@@ -300,7 +293,7 @@ def test_no_worker_leaves_the_barrier_before_the_last_has_entered(late):
     assert fabric.run(work) == [True] * 5
 
 
-@pytest.mark.parametrize("dead", range(5))
+@pytest.mark.parametrize("dead", [0, 1, 4])
 def test_a_worker_that_never_comes_fails_the_barrier_of_all_others(dead):
     fabric = Fabric([0, 0, 1, 1, 2])
 
@@ -354,39 +347,10 @@ def test_a_fabric_whose_maximum_is_of_another_phase_fails_the_barrier():
     assert "processes are in phases from 1 to 2, and not all in 1" in map(str, answers)
 
 
-# -- what is computed once a step
-
-
-class Turns(dict):
-    """Owners of slices that count how often they are gone through."""
-
-    count = 0
-
-    def __iter__(self):
-        self.count += 1
-        return super().__iter__()
-
-
-def test_which_process_has_which_slice_is_computed_once_for_all_buckets_of_a_step():
-    comm = VirtualCommunicator(64)
-    add = OrderedAllReduce(comm, "tree", 640)
-    spans = [SlotSpan(start, 16, SUM_TYPE) for start in range(0, 640, 64)]
-    owners = Turns((n, n % 64) for n in range(128))
-
-    for span in spans:
-        add(span, owners, rows=list(range(128)))
-
-    assert owners.count == 1
-    owners[5] = 7
-    add(spans[0], owners, rows=list(range(128)))
-    assert owners.count == 2, "changed owners are seen"
-
-
 # -- memory
 
 
-@pytest.mark.parametrize("hosts", [2, 8])
-@pytest.mark.parametrize(("slices", "order"), [(1, "tree"), (2, "tree"), (1, "tree-bf16-1")])
+@pytest.mark.parametrize(("hosts", "slices", "order"), [(2, 1, "tree"), (8, 2, "tree"), (8, 1, "tree-bf16-1")])
 def test_the_sums_of_all_spans_lie_in_one_buffer_in_turn(hosts, slices, order):
     lengths = [1600, 800, 3200, 16]
     spans = [SlotSpan(0, length, SUM_TYPE) for length in lengths]

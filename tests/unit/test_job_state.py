@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from some_records import some
 
 from holdfast.launch.job_state import VAIN_RECOVERIES, JobBroken, JobCompleted, JobLost, JobState
 from holdfast.records.beacon import BeaconPosition
@@ -22,22 +23,23 @@ from holdfast.records.types import (
 
 
 def started(rank):
-    return RunStarted(
-        t_s=0.0, rank=rank, step=0, fabric="ulfm", strategy="rollback", seed=0, workers=2, slices=2, order="fold",
-        split="slices", batch="global", rescale="survivors", steps_planned=9, samples_planned=9, num_buckets=1,
-        parameters=1,
-    )  # fmt: skip
+    return some(RunStarted, rank=rank, steps_planned=9, parameters=1)
 
 
 def finished(rank, outcome="done"):
-    return Finished(
-        t_s=9.0, rank=rank, step=9, outcome=outcome, sha256="", state_sha256="", planned=9, committed=9, lost=0,
-        repeated=0, metrics={}, checkpoint="",
-    )  # fmt: skip
+    return some(Finished, t_s=9.0, rank=rank, step=9, outcome=outcome, planned=9, committed=9)
 
 
 def ended(rank, exit_code, step=4, t_s=5.0):
     return WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=exit_code, pid=1)
+
+
+def recovered(rank, lost=(), t_s=5.0, **more):
+    return some(Recovered, t_s=t_s, rank=rank, step=4, lost=lost, **({"survivors": (rank,), "decision": "redo"} | more))
+
+
+def left(rank, t_s=5.0):
+    return Left(t_s=t_s, rank=rank, step=4)
 
 
 def failed(rank, t_s=5.0, exit_code=1, **more):
@@ -45,13 +47,7 @@ def failed(rank, t_s=5.0, exit_code=1, **more):
 
 
 def killed(rank):
-    return FaultFired(t_s=5.0, rank=rank, step=4, fault=0, kind="kill", phase="forward")
-
-
-def recovered(rank, lost):
-    return Recovered(
-        t_s=5.0, rank=rank, step=4, lost=lost, survivors=(rank,), decision="redo", redone_steps=1, generation=1
-    )
+    return some(FaultFired, t_s=5.0, rank=rank, step=4, kind="kill")
 
 
 def at(phase="forward", step=4, slice_=2, beats=1, **more):
@@ -67,11 +63,79 @@ def judge():
     return judge
 
 
-def test_a_job_goes_on_while_somebody_lives(judge):
-    judge.apply(ended(1, -9))
+BROKEN = JobBroken("rank 1, step 4: boom 1", 1, "T")
+RECOVERED_BEFORE = recovered(0, lost=(2,), t_s=4.0)
+UNKNOWN = "ended, and how is not recorded"
+AFTER_A_LOSS = {
+    "whose end was recorded": [ended(2, -9, t_s=4.0)],
+    "that others recovered from": [RECOVERED_BEFORE],
+    "whose end was recorded later": [RECOVERED_BEFORE, ended(2, -9, t_s=6.0)],
+}
+VERDICTS = {
+    "a job goes on while somebody lives": ([ended(1, -9)], None),
+    "a bug of the script is final": ([failed(1, is_bug=True), recovered(0, (1,))], replace(BROKEN, is_final=True)),
+    **{f"an exception may be due to a loss {when}": ([*known, failed(1, is_bug=True)], BROKEN) for when, known in AFTER_A_LOSS.items()},
+    "scripts that need failed ranks lose the job as a whole": (
+        [ended(1, -9, t_s=4.0), failed(2, t_s=5.2, is_loss=True), failed(0, is_loss=True)],
+        JobLost("boom 0", is_final=False),
+    ),
+    "an error of the script beside them is what ends it": ([failed(0, is_loss=True), failed(2, t_s=5.2)], JobBroken),
+    "the first exception ends the job": ([failed(2, t_s=6.0), failed(1)], BROKEN),
+    "a wrong setting keeps its exit code and names no rank": ([failed(1, exit_code=2)], JobBroken("boom 1", 2, "T")),
+    "an exit code without an exception ends the job": (
+        [ended(1, 3)],
+        JobBroken("rank 1, step 4: train.py ended with exit code 3", rank=1, step=4),
+    ),
+    "leaving training early ends the job": (
+        [ended(1, 0)],
+        JobBroken("rank 1 left training at step 4 before its end: train.py returned", rank=1, step=4, is_final=True),
+    ),
+    "giving up is not an exception": (
+        [each for rank in range(3) for each in (finished(rank, "gave-up"), failed(rank), ended(rank, 1))],
+        JobCompleted(finished(0, "gave-up")),
+    ),
+    **{
+        f"what a worker says after it was given up does not end the job: {what}": ([recovered(0, (1,)), late], None)
+        for what, late in {"error": failed(1, t_s=6.0), "code 1": ended(1, 1, t_s=6.0), "code 0": ended(1, 0, t_s=6.0)}.items()
+    },
+    "an exception from before the others went on does": ([recovered(0, (1,)), failed(1, t_s=4.9), ended(1, 1, t_s=6.0)], BROKEN),
+    "who left does not speak for those that were lost after": (
+        [finished(1), left(1), ended(1, 0), ended(0, -9), ended(2, -9)],  # it had finished an earlier loop
+        JobLost,
+    ),
+}  # fmt: skip
 
-    assert judge.verdict(1.0, running=True) is None
-    assert judge.living() == (0, 2)
+
+@pytest.mark.parametrize("promise", VERDICTS)
+def test_what_records_of_a_running_job_mean(judge, promise):
+    records, expected = VERDICTS[promise]
+    for record in records:
+        judge.apply(record)
+
+    verdict = judge.verdict(7.0, running=True)
+
+    assert isinstance(verdict, expected) if isinstance(expected, type) else verdict == expected
+
+
+ENDS = {
+    "of a job that finished": ((), [each for rank in range(3) for each in (finished(rank), ended(rank, 0))], JobCompleted(finished(0))),
+    "of workers beside those of a lost node": ((1, 2), [ended(0, -9)], JobLost("rank 0 killed by SIGKILL")),
+    "of such a worker, unknown": ((1, 2), [], JobLost(f"rank 0 {UNKNOWN}")),
+    "of such a worker that finished": ((1, 2), [finished(0), ended(0, 0)], JobCompleted(finished(0))),
+    "known and unknown": ((), [ended(1, -11)], JobLost(f"ranks 0, 2 {UNKNOWN}; rank 1 killed by SIGSEGV")),
+    "of all nodes": ((0, 1, 2), [], JobLost("no worker is left, and how they ended is not recorded")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_what_the_ends_mean_once_no_process_is_left(judge, ends):
+    lost, records, expected = ENDS[ends]
+    judge.lose(lost)
+    assert judge.living() == tuple(rank for rank in range(3) if rank not in lost)
+    for record in records:
+        judge.apply(record)
+
+    assert judge.verdict(1.0, running=False) == expected
 
 
 def test_a_job_is_done_when_all_that_are_not_dead_have_finished_and_ended(judge):
@@ -86,51 +150,12 @@ def test_a_job_is_done_when_all_that_are_not_dead_have_finished_and_ended(judge)
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
-def test_a_bug_of_the_script_is_final(judge):
-    judge.apply(failed(1, is_bug=True))
-    judge.apply(recovered(0, lost=(1,)))
-
-    assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T", is_final=True)
-
-
-def test_scripts_that_need_failed_ranks_lose_the_job_as_a_whole(judge):
-    judge.apply(ended(1, -9, t_s=4.0))
-    judge.apply(failed(2, t_s=5.2, is_loss=True))
-    judge.apply(failed(0, t_s=5.0, is_loss=True))
-
-    assert judge.verdict(6.0, running=True) == JobLost("boom 0", is_final=False)
-
-
-def test_an_error_of_the_script_beside_them_is_what_ends_it(judge):
-    judge.apply(failed(0, t_s=5.0, is_loss=True))
-    judge.apply(failed(2, t_s=5.2))
-
-    assert isinstance(judge.verdict(6.0, running=True), JobBroken)
-
-
-RECOVERED_BEFORE = replace(recovered(0, lost=(2,)), t_s=4.0)
-
-
-@pytest.mark.parametrize(
-    "known", [[ended(2, -9, t_s=4.0)], [RECOVERED_BEFORE], [RECOVERED_BEFORE, ended(2, -9, t_s=6.0)]]
-)
-def test_an_exception_after_a_loss_may_be_due_to_it(judge, known):
-    for record in (*known, failed(1, is_bug=True)):
-        judge.apply(record)
-
-    assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
-
-
-def committed(step):
-    return StepCommitted(t_s=5.0, rank=0, step=step, epoch=0, samples=4, workers=3, metrics={})
-
-
 def test_only_new_steps_are_progress():
     judge, seen = JobState("train.py"), []
     for steps in ((0, 1), (0, 1), (), (2,), (1, 2)):
         judge.begin((0,))
         for step in steps:
-            judge.apply(committed(step))
+            judge.apply(some(StepCommitted, step=step))
         seen.append(judge.restarts_in_vain)
 
     assert seen == [0, 1, 2, 0, 1]
@@ -144,45 +169,6 @@ def test_a_worker_that_the_others_have_lost_is_asked_for_until_its_end_is_record
     assert judge.lost_without_end() == set()
 
 
-def test_mpirun_being_gone_does_not_make_a_job_fail_that_finished(judge):
-    for rank in (0, 1, 2):
-        judge.apply(finished(rank))
-        judge.apply(ended(rank, 0))
-
-    assert judge.verdict(1.0, running=False) == JobCompleted(finished(0))
-
-
-def test_the_first_exception_ends_the_job(judge):
-    judge.apply(failed(2, t_s=6.0))
-    judge.apply(failed(1, t_s=5.0))
-
-    assert judge.verdict(1.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
-
-
-def test_a_wrong_setting_keeps_its_exit_code_and_names_no_rank(judge):
-    judge.apply(failed(1, exit_code=2))
-
-    assert judge.verdict(1.0, running=True) == JobBroken("boom 1", 2, "T")
-
-
-def test_an_exit_code_without_an_exception_ends_the_job(judge):
-    judge.apply(ended(1, 3))
-
-    verdict = judge.verdict(1.0, running=True)
-
-    assert verdict == JobBroken("rank 1, step 4: train.py ended with exit code 3", rank=1, step=4)
-
-
-def test_leaving_training_early_ends_the_job(judge):
-    judge.apply(ended(1, 0))
-
-    verdict = judge.verdict(1.0, running=True)
-
-    assert verdict == JobBroken(
-        "rank 1 left training at step 4 before its end: train.py returned", rank=1, step=4, is_final=True
-    )
-
-
 def test_a_script_that_never_trains_is_told_so():
     judge = JobState("train.py")
     judge.begin((0, 1))
@@ -192,15 +178,6 @@ def test_a_script_that_never_trains_is_told_so():
 
     assert isinstance(verdict, JobBroken)
     assert verdict.message == "train.py ended without training: it never ran session.steps(...)"
-
-
-def test_giving_up_is_not_an_exception(judge):
-    for rank in (0, 1, 2):
-        judge.apply(finished(rank, "gave-up"))
-        judge.apply(failed(rank))
-        judge.apply(ended(rank, 1))
-
-    assert judge.verdict(1.0, running=False) == JobCompleted(finished(0, "gave-up"))
 
 
 def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_that_were_killed(judge):
@@ -220,34 +197,6 @@ def test_a_worker_that_survivors_missed_does_not_start_again(judge):
 
     assert judge.verdict(1.0, running=False) == JobLost("ranks 0, 2 ended, and how is not recorded")
     assert judge.ranks_left() == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("ends", "reason"),
-    [
-        ([ended(0, -9)], "rank 0 killed by SIGKILL"),
-        ([], "rank 0 ended, and how is not recorded"),
-    ],
-)
-def test_workers_lost_with_their_node_are_not_named_as_the_reason(judge, ends, reason):
-    judge.lose([1, 2])
-    for end in ends:
-        judge.apply(end)
-
-    assert judge.verdict(1.0, running=False) == JobLost(reason)
-
-
-def test_known_ends_are_named_beside_unknown_ones(judge):
-    judge.apply(ended(1, -11))
-
-    reason = "ranks 0, 2 ended, and how is not recorded; rank 1 killed by SIGSEGV"
-    assert judge.verdict(1.0, running=False) == JobLost(reason)
-
-
-def test_a_job_whose_nodes_are_all_lost_says_so(judge):
-    judge.lose([0, 1, 2])
-
-    assert judge.verdict(1.0, running=True) == JobLost("no worker is left, and how they ended is not recorded")
 
 
 def test_the_end_of_a_worker_of_an_earlier_start_does_not_end_the_job(judge):
@@ -312,6 +261,16 @@ def test_the_error_of_a_device_that_samples_break_is_said_with_them(judge):
     )
 
 
+@pytest.mark.parametrize("other", [at(step=5), at(slice_=1), at("recovery"), at("allreduce"), None, "injected"])
+def test_deaths_elsewhere_and_injected_ones_blame_nobody(judge, other):
+    for rank, place in ((0, at()), (1, other), (2, at())):
+        if other == "injected":
+            judge.apply(killed(rank))
+        judge.apply(ended(rank, -9), at() if place == "injected" else place)
+
+    assert isinstance(judge.verdict(1.0, running=True), JobLost)
+
+
 def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
     for rank in (0, 1):
         judge.apply(ended(rank, -9), at())
@@ -326,23 +285,6 @@ def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
         "workers 0, 1, 2 died one after another at the same place, slice 2 of step 4 (backward, killed by SIGKILL): "
         "its samples are the likely cause: 7, 8"
     )
-
-
-@pytest.mark.parametrize("other", [at(step=5), at(slice_=1), at("recovery"), at("allreduce"), None])
-def test_deaths_elsewhere_blame_nobody(judge, other):
-    judge.apply(ended(0, -9), at())
-    judge.apply(ended(1, -9), other)
-    judge.apply(ended(2, -9), at())
-
-    assert isinstance(judge.verdict(1.0, running=True), JobLost)
-
-
-def test_injected_deaths_blame_nobody(judge):
-    for rank in range(3):
-        judge.apply(killed(rank))
-        judge.apply(ended(rank, -9), at())
-
-    assert isinstance(judge.verdict(1.0, running=True), JobLost)
 
 
 def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
@@ -456,23 +398,14 @@ def test_a_virtual_job_that_dies_loses_no_worker():
 # ---------------------------------------------------------------------------------------------
 # Newcomers, those that leave, those that are given up
 
-
-def grown(rank, joined, survivors, t_s=5.0):
-    return Recovered(
-        t_s=t_s, rank=rank, step=4, lost=(), survivors=survivors, decision="grow", redone_steps=0, generation=2,
-        joined=joined, held_s=0.1,
-    )  # fmt: skip
-
-
-def left(rank):
-    return Left(t_s=5.0, rank=rank, step=4)
+GROWN = recovered(0, survivors=(0, 1, 2, 3), decision="grow", joined=(3,))
 
 
 def test_a_newcomer_counts_once_the_others_have_let_it_in(judge):
     judge.wait_for(3)
     assert (judge.waiting, judge.living(), judge.highest) == ({3}, (0, 1, 2), 3)
 
-    judge.apply(grown(0, (3,), (0, 1, 2, 3)))
+    judge.apply(GROWN)
 
     assert (judge.waiting, judge.living(), judge.workers_alive()) == (set(), (0, 1, 2, 3), (0, 1, 2, 3))
 
@@ -499,7 +432,7 @@ def test_a_late_record_of_a_newcomer_that_an_earlier_start_never_admitted_says_n
 def test_a_newcomer_whose_end_is_heard_before_its_admission_is_not_waited_for(judge, alive):
     judge.wait_for(3)
     judge.apply(ended(3, -9))
-    judge.apply(grown(0, (3,), (0, 1, 2, 3)))
+    judge.apply(GROWN)
     assert judge.living() == (0, 1, 2)
 
     for rank in (0, 1, 2):
@@ -513,7 +446,7 @@ def test_a_newcomer_whose_end_is_heard_before_its_admission_is_not_waited_for(ju
 def test_a_newcomer_that_was_let_in_must_not_leave_training_early(judge):
     judge.wait_for(3)
     judge.apply(started(3))
-    judge.apply(grown(0, (3,), (0, 1, 2, 3)))
+    judge.apply(GROWN)
     judge.apply(ended(3, 0))
 
     assert isinstance(judge.verdict(1.0, running=True), JobBroken)
@@ -528,20 +461,14 @@ def test_a_newcomer_that_still_waits_when_the_others_are_done_does_not_keep_the_
     assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
 
 
-def test_a_worker_that_leaves_in_order_is_no_failure(judge):
+def test_a_worker_that_leaves_in_order_is_no_failure_and_not_started_again(judge):
     judge.apply(left(1))
     judge.apply(ended(1, 0))
-
     assert judge.verdict(1.0, running=True) is None
     assert judge.living() == (0, 2)
 
-
-def test_a_worker_that_left_is_not_started_again(judge):
-    judge.apply(left(1))
-    judge.apply(ended(1, 0))
     for rank in (0, 2):
         judge.apply(ended(rank, -11))
-
     assert isinstance(judge.verdict(1.0, running=True), JobLost)
     assert judge.ranks_left() == (0, 2)
 
@@ -561,42 +488,6 @@ def test_a_job_that_replaces_the_dead_starts_again_with_as_many_as_it_had_each_w
     assert judge.ranks_left() == (4, 6)
 
 
-def test_the_workers_of_a_lost_node_are_not_waited_for(judge):
-    judge.lose([1, 2])
-    assert (judge.living(), judge.workers_alive(), judge.ranks_left()) == ((0,), (0,), (0,))
-
-    judge.apply(finished(0))
-    judge.apply(ended(0, 0))
-
-    assert judge.verdict(1.0, running=True) == JobCompleted(finished(0))
-
-
-@pytest.mark.parametrize("late", [failed(1, t_s=6.0), ended(1, 1, t_s=6.0), ended(1, 0, t_s=6.0)])
-def test_what_a_worker_says_after_it_was_given_up_does_not_end_the_job(judge, late):
-    judge.apply(recovered(0, lost=(1,)))
-    judge.apply(late)
-
-    assert judge.verdict(7.0, running=True) is None
-
-
-def test_an_exception_from_before_the_others_went_on_ends_the_job(judge):
-    judge.apply(recovered(0, lost=(1,)))
-    judge.apply(failed(1, t_s=4.9))
-    judge.apply(ended(1, 1, t_s=6.0))
-
-    assert judge.verdict(7.0, running=True) == JobBroken("rank 1, step 4: boom 1", 1, "T")
-
-
-def test_who_left_does_not_speak_for_those_that_were_lost_after(judge):
-    judge.apply(finished(1))  # of an earlier loop
-    judge.apply(left(1))
-    judge.apply(ended(1, 0))
-    for rank in (0, 2):
-        judge.apply(ended(rank, -9))
-
-    assert isinstance(judge.verdict(1.0, running=True), JobLost)
-
-
 @pytest.fixture
 def beginning():
     judge = JobState("train.py", all_connect=True)
@@ -605,35 +496,25 @@ def beginning():
     return judge
 
 
-def test_a_death_before_all_are_connected_loses_the_start_where_a_fabric_connects_all_or_none(beginning):
-    beginning.apply(ended(1, -9))
-
-    assert beginning.verdict(1.0, running=True) == JobLost(
-        "rank 1 was killed by SIGKILL before all workers were connected"
-    )
-    assert beginning.ranks_left() == (0, 2)
-
-
-def test_a_death_once_the_survivors_are_connected_is_one_to_recover_from(beginning):
-    beginning.connect([1, 2])
-    beginning.apply(ended(1, -9))
-
-    assert beginning.verdict(1.0, running=True) is None
-
-
-def test_other_fabrics_begin_without_a_worker_that_died():
-    judge = JobState("train.py")
+@pytest.mark.parametrize(
+    ("all_connect", "connected", "record", "expected"),
+    [
+        (True, [0], ended(1, -9), JobLost("rank 1 was killed by SIGKILL before all workers were connected")),
+        (True, [0, 1, 2], ended(1, -9), None),  # one to recover from
+        (False, [], ended(1, -9), None),  # other fabrics begin without it
+        (True, [0], failed(1), BROKEN),
+    ],
+)
+def test_a_death_before_all_are_connected_loses_the_start_where_a_fabric_connects_all_or_none(
+    all_connect, connected, record, expected
+):
+    judge = JobState("train.py", all_connect=all_connect)
     judge.begin((0, 1, 2))
-    judge.apply(ended(1, -9))
+    judge.connect(connected)
+    judge.apply(record)
 
-    assert judge.verdict(1.0, running=True) is None
-
-
-def test_an_exception_before_all_are_connected_is_a_bug_of_the_script(beginning):
-    beginning.apply(failed(1))
-    beginning.apply(ended(1, 1))
-
-    assert isinstance(beginning.verdict(1.0, running=True), JobBroken)
+    assert judge.verdict(1.0, running=True) == expected
+    assert judge.ranks_left() == ((0, 1, 2) if record == failed(1) else (0, 2))
 
 
 @pytest.mark.parametrize("ends", [(2,), (0, 1, 2)])
@@ -699,8 +580,8 @@ def test_an_mpirun_that_is_killed_before_a_worker_began_is_no_reason_to_give_up(
     "gone",
     [
         [ended(1, -9, t_s=10.0)],
-        [replace(recovered(0, lost=(1,)), t_s=10.0)],  # with its node: nobody has seen it end
-        [Left(t_s=10.0, rank=1, step=4)],
+        [recovered(0, lost=(1,), t_s=10.0)],  # with its node: nobody has seen it end
+        [left(1, t_s=10.0)],
         [replace(started(1), t_s=9.5)],
     ],
 )
@@ -715,7 +596,7 @@ def test_bits_of_an_earlier_loop_are_compared_with_none(judge, gone):
 
 
 def test_one_that_the_others_lost_because_it_had_finished_is_compared(judge):
-    for record in [*map(finished, range(3)), ended(1, 0), replace(recovered(0, lost=(1,)), t_s=10.0)]:
+    for record in [*map(finished, range(3)), ended(1, 0), recovered(0, lost=(1,), t_s=10.0)]:
         judge.apply(record)
     judge.apply(replace(finished(1), sha256="x"))
 

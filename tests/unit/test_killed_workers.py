@@ -50,7 +50,7 @@ def go_on(holder):
     holder.process.stdin.flush()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_worker_is_reported_before_anything_waits_for_it_and_no_other(tmp_path, reports, number):
     with LockHolder(tmp_path, 0) as killed, LockHolder(tmp_path, 1) as other:
         reports.watch(0, killed)
@@ -74,7 +74,7 @@ def test_threads_that_have_not_ended_yet_are_waited_for(tmp_path, reports):
         assert reports == {0: "killed by SIGKILL"}
 
 
-@pytest.mark.parametrize("last", ["sys.exit(0)", "os._exit(3)", "raise OSError"])
+@pytest.mark.parametrize("last", ["sys.exit(0)", "os._exit(3)"])
 def test_a_worker_that_exits_is_left_to_the_record_of_its_watcher(tmp_path, reports, last):
     with LockHolder(tmp_path, 0, last=f"sys.stderr.close()\n{last}") as exits:
         reports.watch(0, exits)
@@ -156,16 +156,6 @@ def test_what_the_launcher_kills_at_the_end_is_not_reported(tmp_path, reports):
         wait_for(reports.are_over)
 
     assert reports == {}
-
-
-def test_the_mark_is_there_again_once_the_waiting_thread_has_ended(tmp_path, reports):
-    locks = Beacon.peer_locks(tmp_path)
-    with LockHolder(tmp_path, 0) as killed:
-        reports.watch(0, killed)
-
-        killed.process.kill()
-
-        wait_for(lambda: reports and locks.core_of_end(0) is not None)
 
 
 def test_the_mark_is_there_again_while_the_report_is_still_on_its_way(tmp_path):

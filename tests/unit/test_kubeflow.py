@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from some_records import some
 from trainer_server import TrainerServer
 
 from holdfast.observe.monitor.kubeflow import ProgressReporter, progress_reporter
@@ -19,21 +20,11 @@ from holdfast.records.types import JobRestarted, Recovered, RunStarted, StepComm
 
 
 def started(steps=10, step=0):
-    return RunStarted(
-        t_s=0.0, rank=0, step=step, fabric="gloo", strategy="rollback", seed=0, workers=4, slices=4, order="ring",
-        split="slices", batch="fixed", rescale="original", steps_planned=steps, samples_planned=40, num_buckets=1,
-        parameters=9,
-    )  # fmt: skip
+    return some(RunStarted, step=step, workers=4, steps_planned=steps)
 
 
 def committed(step, t_s, workers=4, **metrics):
     return StepCommitted(t_s=t_s, rank=0, step=step, epoch=0, samples=4, workers=workers, metrics=metrics)
-
-
-def recovered(rank):
-    return Recovered(
-        t_s=4.0, rank=rank, step=2, lost=(3,), survivors=(0, 1, 2), decision="redo", redone_steps=1, generation=2
-    )
 
 
 def reporter(server, said, every_s=0.05):
@@ -65,7 +56,7 @@ def test_a_report_has_progress_remaining_time_and_metrics(tmp_path):
         for step in range(3):
             report.write(committed(step, t_s=2.0 * step, loss=1 / (step + 1), accuracy=float("nan")))
         for rank in range(3):  # every survivor says so
-            report.write(recovered(rank))
+            report.write(some(Recovered, t_s=4.0, rank=rank, step=2, lost=(3,), generation=2))
         report.write(committed(3, t_s=6.0, workers=3, loss=0.25))
         report.close(9.0)
 

@@ -39,9 +39,7 @@ def test_a_manifest_fits_its_schema_and_a_misspelt_field_does_not(document):
     ("name", "kind", "where", "field"),
     [
         ("indexed-job.yaml", "Job", ("template", "spec", "containers", 0), "terminationMessagePolicie"),
-        ("indexed-job.yaml", "Job", ("podFailurePolicy", "rules", 0, "onExitCodes"), "container"),
         ("jobset.yaml", "JobSet", ("replicatedJobs", 0, "template", "spec"), "backoffLimitPerIndexes"),
-        ("jobset.yaml", "JobSet", ("failurePolicy", "rules", 0), "onFailureReasons"),
         ("kubeflow-runtime.yaml", "ClusterTrainingRuntime", ("mlPolicy",), "nodes"),
         ("kubeflow-trainjob.yaml", "TrainJob", ("trainer",), "numProcsPerNode"),
     ],
@@ -166,10 +164,8 @@ def test_pods_can_write_where_they_must_and_nowhere_else(made):
 
     assert mounts == {"runs": "/runs", "tmp": "/tmp", "shm": "/dev/shm"}
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert (
-        volumes["runs"]["persistentVolumeClaim"]["claimName"]
-        == find("storage.yaml", "PersistentVolumeClaim")["metadata"]["name"]
-    )
+    claim = find("storage.yaml", "PersistentVolumeClaim")["metadata"]["name"]
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim
     assert "--checkpoint-dir=/runs/train" in command_of(container, trainer and trainer["args"])
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
