@@ -29,7 +29,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def until(ready, what):
+def until(ready, what="what the test waits for"):
     """Wait until ``ready`` returns a true value; return it."""
     ends_s = time.monotonic() + DEADLINE_S
     while not (found := ready()):

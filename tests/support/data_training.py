@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import torch
+from planned import faults
 
 import holdfast
-from holdfast.faults.plan import FaultPlan, parse
 
 KILLS = ("kill:rank=1,step=2,phase=allreduce,bucket=0", "kill:rank=2,step=7,phase=optimizer")
 
@@ -41,8 +41,7 @@ def train(
     model = torch.nn.Linear(3, 1)
     torch.nn.init.constant_(model.weight, 0.5)
     torch.nn.init.constant_(model.bias, 0.1)
-    faults = FaultPlan(tuple(parse(spec) for spec in kills)).to_json()
-    given = {"workers": workers, "slices": 4, "seed": 3, "faults": faults} | settings
+    given = {"workers": workers, "slices": 4, "seed": 3, "faults": faults(*kills)} | settings
     session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=1e-3), **given)
     steps = {} if steps is None else steps
     for step in session.steps(data, *sizes, epochs=epochs, **(options or {})):

@@ -6,15 +6,16 @@ import io
 
 import pytest
 from rich.console import Console
+from usual_records import DDP, committed, recovered, started
 
 from holdfast.launch.run_view import RunStatus
 from holdfast.observe.terminal.views import PlainView, _panel
 from holdfast.records.types import (
     DeviceLost,
+    FailureSeen,
     FaultFired,
+    JobRestarted,
     Left,
-    Recovered,
-    RunStarted,
     SettingChanged,
     StragglerSeen,
     ValuesAltered,
@@ -23,119 +24,106 @@ from holdfast.records.types import (
 )
 from holdfast.summary.event_lines import EventFormatter
 
-START = RunStarted(
-    t_s=0.0, rank=0, step=0, fabric="gloo", strategy="rollback", seed=0, workers=3, slices=4, order="fold", split="slices",
-    batch="global", rescale="survivors", steps_planned=9, samples_planned=9, num_buckets=1, parameters=1,
-)  # fmt: skip
 
-
-def recovered(rank=0, step=5, generation=1, **said):
-    usual = {"lost": (), "survivors": (0, 2), "decision": "redo", "redone_steps": 0}
-    return Recovered(t_s=1.0, rank=rank, step=step, generation=generation, **(usual | said))
-
-
-def told(*records):
+def lines_of(*records):
     story = EventFormatter()
-    return [line for record in (START, *records) if (line := story.format(record)) is not None][1:]
+    return [line for record in records if (line := story.format(record)) is not None]
 
 
-def test_survivors_of_a_death_compute_the_step_again():
-    assert told(recovered(lost=(1,), redone_steps=1), recovered(rank=2, lost=(1,), redone_steps=1)) == [
-        "lost rank 1; step 5 is computed again with ranks 0, 2"
-    ]
+def fired(kind, phase="forward", rank=1, **more):
+    return FaultFired(t_s=0.5, rank=rank, step=5, fault=0, kind=kind, phase=phase, **more)
 
 
-def test_a_newcomer_says_when_it_came_and_how_long_the_others_were_held():
-    grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,), "held_s": 0.048}
-
-    assert told(recovered(step=300, **grown), recovered(rank=2, step=300, **grown)) == [
-        "rank 3 joined at step 300; the other workers paused for 48 ms; ranks 0, 2, 3 continue"
-    ]
+def ended(exit_code=-9, rank=1):
+    return WorkerEnded(t_s=1.1, rank=rank, step=5, exit_code=exit_code, pid=1)
 
 
-def test_a_newcomer_that_speaks_first_does_not_say_how_long_the_others_were_held():
-    grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,)}
-
-    assert told(recovered(rank=3, step=300, **grown), recovered(step=300, **grown, held_s=0.048)) == [
-        "rank 3 joined at step 300; the other workers paused for 48 ms; ranks 0, 2, 3 continue"
-    ]
+def changed(name, value, rank=0):
+    return SettingChanged(t_s=1.0, rank=rank, step=7, name=name, value=value)
 
 
-def test_newcomers_may_come_in_the_recovery_of_a_death():
-    record = recovered(lost=(1,), survivors=(0, 2, 3, 4), joined=(3, 4), redone_steps=1, held_s=0.1)
+LEFT = Left(t_s=1.0, rank=1, step=6)
+LOST = DeviceLost(t_s=1.0, rank=1, step=5, what="lost", message="CUDA error: unspecified launch failure", gpu="3")
+SHORT = DeviceLost(t_s=1.0, rank=1, step=5, what="memory", message="CUDA out of memory.")
+ALTERED = ValuesAltered(
+    t_s=0.6, rank=1, step=5, fault=0, target="weights", count=2,
+    values=({"path": "fc.weight", "index": 7, "bit": 30, "before": 0.0123456789, "after": "0x7f800000"},),
+)  # fmt: skip
+GROWN = {"step": 300, "decision": "grow", "survivors": (0, 2, 3), "joined": (3,)}
+CAME = "rank 3 joined at step 300; the other workers paused for 48 ms; ranks 0, 2, 3 continue"
+AGAIN = "lost rank 1; step 5 is computed again with ranks 0, 2"
 
-    assert told(record) == [
-        "lost rank 1; ranks 3, 4 joined at step 5; the other workers paused for 100 ms; step 5 is computed again with "
-        "ranks 0, 2, 3, 4"
-    ]
+TOLD = {
+    "survivors of a death compute the step again": (
+        [recovered(lost=(1,), redone_steps=1), recovered(2, lost=(1,), redone_steps=1)], [AGAIN],
+    ),
+    "a newcomer says when it came and how long the others were held": (
+        [recovered(**GROWN, held_s=0.048), recovered(2, **GROWN, held_s=0.048)], [CAME],
+    ),
+    "a newcomer that speaks first does not say how long the others were held": (
+        [recovered(3, **GROWN), recovered(**GROWN, held_s=0.048)], [CAME],
+    ),
+    "newcomers may come in the recovery of a death": (
+        [recovered(lost=(1,), survivors=(0, 2, 3, 4), joined=(3, 4), redone_steps=1, held_s=0.1)],
+        ["lost rank 1; ranks 3, 4 joined at step 5; the other workers paused for 100 ms; step 5 is computed again with "
+         "ranks 0, 2, 3, 4"],
+    ),
+    "who leaves in order is not lost": (
+        [LEFT, recovered(step=6, lost=(1,), survivors=(0,))],
+        ["rank 1 left before step 6, as requested", "rank 0 continues"],
+    ),
+    "who left in order and says so last was not lost": (
+        [recovered(step=6, lost=(1,), survivors=(0,)), LEFT],
+        ["rank 1 has ended; rank 0 continues", "rank 1 left before step 6, as requested"],
+    ),
+    "who dies between two steps is lost": (
+        [fired("kill", "optimizer"), recovered(lost=(1,))],
+        ["kill of rank 1 at step 5, optimizer", "lost rank 1; ranks 0, 2 continue"],
+    ),
+    "who is lost while another leaves is lost": (
+        [LEFT, recovered(step=6, lost=(1, 3), redone_steps=1)],
+        ["rank 1 left before step 6, as requested", "lost rank 3; step 6 is computed again with ranks 0, 2"],
+    ),
+    "forward goes on with the step": (
+        [recovered(lost=(1,), decision="continue")], ["lost rank 1; step 5 continues with ranks 0, 2"],
+    ),
+    "a death is told, and an injected one as the fault only": (
+        [ended(), fired("kill", rank=2), ended(rank=2), FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")],
+        ["rank 1 died at step 5: killed by SIGKILL", "kill of rank 2 at step 5, forward"],
+    ),
+    "a worker that is fenced says why": (
+        [fired("hang"), WorkerFenced(t_s=1.0, rank=1, step=5, silent_s=1.0, reason="no sign of life for 1.0 s"), ended()],
+        ["hang of rank 1 at step 5, forward", "rank 1 is killed: no sign of life for 1.0 s"],
+    ),
+    "a worker that lost its GPU says which and why": (
+        [LOST, ended()],
+        ["rank 1 lost its GPU (3): CUDA error: unspecified launch failure", "rank 1 died at step 5: killed by SIGKILL"],
+    ),
+    "a worker whose device has too little memory says so": (
+        [SHORT], ["rank 1 took over slices, and its device has too little memory: CUDA out of memory."],
+    ),
+    "a flip says what it altered and excuses no death": (
+        [fired("flip"), ALTERED, ended(-11)],
+        ["flip of rank 1 at step 5: 2 values of weights altered, fc.weight[7] from 0.0123457 to 0x7f800000",
+         "rank 1 died at step 5: killed by SIGSEGV"],
+    ),
+    "a fault of a node names the node": (
+        [fired("partition", rank=2, node=1, workers=(2, 3)), ended(rank=3)], ["partition of node 1 at step 5, forward"],
+    ),
+    "a change is told once though every worker says it": (
+        [changed("lr", "0.01", rank) for rank in range(3)], ["from step 7 on, lr is 0.01"],
+    ),
+    "another number of workers": ([changed("workers", "4")], ["the job should have 4 workers from step 7 on"]),
+    "one worker": ([changed("workers", "1")], ["the job should have 1 worker from step 7 on"]),
+    "speeds": ([changed("speeds", '{"0": 0.25}')], ["from step 7 on, slices are assigned by worker speed"]),
+}  # fmt: skip
 
 
-def test_who_leaves_in_order_is_not_lost():
-    assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1,), survivors=(0,))) == [
-        "rank 1 left before step 6, as requested",
-        "rank 0 continues",
-    ]
+@pytest.mark.parametrize("name", TOLD)
+def test_a_record_is_told_in_a_line(name):
+    records, lines = TOLD[name]
 
-
-def test_who_left_in_order_and_says_so_last_was_not_lost():
-    assert told(recovered(step=6, lost=(1,), survivors=(0,)), Left(t_s=1.0, rank=1, step=6)) == [
-        "rank 1 has ended; rank 0 continues",
-        "rank 1 left before step 6, as requested",
-    ]
-
-
-def test_who_dies_between_two_steps_is_lost():
-    kill = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="kill", phase="optimizer")
-
-    assert told(kill, recovered(lost=(1,)))[1:] == ["lost rank 1; ranks 0, 2 continue"]
-
-
-def test_who_is_lost_while_another_leaves_is_lost():
-    assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1, 3), redone_steps=1)) == [
-        "rank 1 left before step 6, as requested",
-        "lost rank 3; step 6 is computed again with ranks 0, 2",
-    ]
-
-
-def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
-    assert EventFormatter().format(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 are left"
-
-
-def test_forward_goes_on_with_the_step():
-    assert told(recovered(lost=(1,), decision="continue")) == ["lost rank 1; step 5 continues with ranks 0, 2"]
-
-
-def test_a_worker_that_is_fenced_says_why():
-    fenced = WorkerFenced(t_s=1.0, rank=1, step=5, silent_s=1.0, reason="no sign of life for 1.0 s")
-    hang = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="hang", phase="forward")
-
-    assert told(hang, fenced, WorkerEnded(t_s=1.1, rank=1, step=5, exit_code=-9, pid=1)) == [
-        "hang of rank 1 at step 5, forward",
-        "rank 1 is killed: no sign of life for 1.0 s",
-    ]
-
-
-def test_a_worker_that_lost_its_gpu_says_which_and_why():
-    ended = WorkerEnded(t_s=1.1, rank=1, step=5, exit_code=-9, pid=1)
-    lost = DeviceLost(t_s=1.0, rank=1, step=5, what="lost", message="CUDA error: unspecified launch failure", gpu="3")
-    short = DeviceLost(t_s=1.0, rank=1, step=5, what="memory", message="CUDA out of memory.")
-
-    assert told(lost, ended) == [
-        "rank 1 lost its GPU (3): CUDA error: unspecified launch failure",
-        "rank 1 died at step 5: killed by SIGKILL",
-    ]
-    assert told(short)[0] == "rank 1 took over slices, and its device has too little memory: CUDA out of memory."
-
-
-def test_a_flip_says_what_it_altered_and_excuses_no_death():
-    flip = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="flip", phase="forward")
-    value = {"path": "fc.weight", "index": 7, "bit": 30, "before": 0.0123456789, "after": "0x7f800000"}
-    done = ValuesAltered(t_s=0.6, rank=1, step=5, fault=0, target="weights", count=2, values=(value,))
-
-    assert told(flip, done, WorkerEnded(t_s=1.1, rank=1, step=6, exit_code=-11, pid=1)) == [
-        "flip of rank 1 at step 5: 2 values of weights altered, fc.weight[7] from 0.0123457 to 0x7f800000",
-        "rank 1 died at step 6: killed by SIGSEGV",
-    ]
+    assert lines_of(started(), *records)[1:] == lines
 
 
 @pytest.mark.parametrize(
@@ -145,33 +133,28 @@ def test_a_flip_says_what_it_altered_and_excuses_no_death():
 def test_a_straggler_is_named_with_what_is_done_about_it(policy, then):
     slow = StragglerSeen(t_s=1.0, rank=2, step=40, score=3.14, policy=policy)
 
-    assert told(slow) == [f"rank 2 is slow: it takes 3.1 times as long as the other workers{then}"]
+    assert lines_of(slow) == [f"rank 2 is slow: it takes 3.1 times as long as the other workers{then}"]
 
 
-def test_a_change_is_told_once_though_every_worker_says_it():
-    said = [SettingChanged(t_s=1.0, rank=rank, step=7, name="lr", value="0.01") for rank in range(3)]
+def test_what_every_survivor_writes_is_told_once_a_start():
+    restart = JobRestarted(t_s=2.0, rank=-1, step=3, restart=1, workers=(0, 2), reason="why")
 
-    assert told(*said) == ["from step 7 on, lr is 0.01"]
+    first, second = (recovered(rank, lost=(1,), redone_steps=1) for rank in (0, 2))
 
+    told = lines_of(first, second, restart, second)
 
-@pytest.mark.parametrize(
-    ("name", "value", "line"),
-    [
-        ("workers", "4", "the job should have 4 workers from step 7 on"),
-        ("workers", "1", "the job should have 1 worker from step 7 on"),
-        ("speeds", '{"0": 1.0, "1": 0.25}', "from step 7 on, slices are assigned by worker speed"),
-    ],
-)
-def test_a_change_that_is_no_setting_is_told_in_words(name, value, line):
-    assert told(SettingChanged(t_s=1.0, rank=0, step=7, name=name, value=value)) == [line]
+    assert (len(told), told[0], told[2]) == (3, AGAIN, AGAIN)
 
 
-def test_a_fault_of_a_node_names_the_node():
-    fault = FaultFired(t_s=0.5, rank=2, step=5, fault=0, kind="partition", phase="forward", node=1, workers=(2, 3))
+def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
+    goes_on = {"lost": (1,), "decision": "continue"}
+    ranks = [started(rank, **DDP) for rank in range(3)]
 
-    assert told(fault, WorkerEnded(t_s=3.0, rank=3, step=5, exit_code=-9, pid=1)) == [
-        "partition of node 1 at step 5, forward"
+    assert lines_of(*ranks, committed(0), committed(1), recovered(step=2, **goes_on)) == [
+        "3 ranks: torch.distributed; all-reduces of DDP continue over the survivors",
+        "lost rank 1; step 2 continues with ranks 0, 2",
     ]
+    assert lines_of(recovered(step=0, **goes_on), *ranks) == ["lost rank 1; ranks 0, 2 are left"], "there is no step"
 
 
 # -- what a terminal would obey

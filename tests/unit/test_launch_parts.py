@@ -6,7 +6,6 @@ import dataclasses
 import io
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from usual_records import DDP, committed, started
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
@@ -48,14 +48,7 @@ from holdfast.records.progress import RunProgress
 from holdfast.records.types import (
     CheckpointSaved,
     FailureSeen,
-    FaultFired,
-    JobRestarted,
-    Recovered,
-    RunStarted,
-    StepCommitted,
-    WorkerEnded,
 )
-from holdfast.summary.event_lines import EventFormatter
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
 
@@ -273,10 +266,12 @@ def test_a_mistake_where_a_script_handles_a_loss_is_a_bug(tmp_path, mistake):
 def test_a_traceback_begins_in_the_script(tmp_path):
     failed = run("def f():\n    1 / 0\nf()\n", tmp_path)
 
-    assert failed.message == "ZeroDivisionError: division by zero"
-    assert failed.exit_code == 1
+    assert (failed.message, failed.exit_code) == ("ZeroDivisionError: division by zero", 1)
     assert failed.traceback.splitlines()[1].startswith(f'  File "{tmp_path / "train.py"}", line 3')
     assert Path(__file__).name not in failed.traceback
+    ours = run("from holdfast.errors import InternalError\nraise InternalError('no')\n", tmp_path)
+    assert "line 2" in ours.traceback, "our own mistakes have one, too"
+    assert run("import sys\nsys.exit(3)\n", tmp_path).message == "train.py ended with sys.exit(3)"
 
 
 @pytest.mark.parametrize(("kind", "exit_code"), [(ConfigError, 2), (TooFewWorkers, 1)])
@@ -284,16 +279,6 @@ def test_our_own_errors_are_one_line_with_the_place(tmp_path, kind, exit_code):
     failed = run(f"from holdfast.errors import {kind.__name__}\n\nraise {kind.__name__}('no')\n", tmp_path)
 
     assert (failed.message, failed.traceback, failed.exit_code) == ("no (train.py, line 3)", "", exit_code)
-
-
-def test_our_own_mistakes_keep_their_traceback(tmp_path):
-    failed = run("from holdfast.errors import InternalError\nraise InternalError('no')\n", tmp_path)
-
-    assert "line 2" in failed.traceback
-
-
-def test_sys_exit_is_told_in_the_words_of_the_script(tmp_path):
-    assert run("import sys\nsys.exit(3)\n", tmp_path).message == "train.py ended with sys.exit(3)"
 
 
 def test_a_script_that_cannot_be_read_shows_where(tmp_path):
@@ -312,7 +297,7 @@ def test_each_victim_is_killed_once_when_its_time_has_come(monkeypatch):
     job = SimpleNamespace(mtbf_s=1.0, workers=3, settings=Settings(), node_rank=0)
     clock, state = SimpleNamespace(now_s=lambda: now_s), SimpleNamespace(living=lambda: (0, 1, 2))
     run = SimpleNamespace(job=job, clock=clock, state=state)
-    injector = FaultInjector(run, SimpleNamespace(progress=SimpleNamespace(commit=0)), FaultPlan())
+    injector = FaultInjector(run, SimpleNamespace(progress=SimpleNamespace(commit=committed(0))), FaultPlan())
 
     counts = []
     for now_s in (10.0, 10.9, 11.0, 11.4, 12.0, 99.0):  # noqa: B007 - the clock reads it
@@ -333,73 +318,15 @@ def test_a_terminal_shows_how_far_the_run_is(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     view = make_view(screen)
 
+    view.show(RunStatus(step=7, alive={0: 11}, metrics={}))
     view.show(RunStatus(step=30, planned=120, alive={0: 11, 2: 12}, metrics={"loss": 0.5}))
     view.print_line("lost rank 1")
     view.output(2, "[bold] is no markup")
     view.close()
 
+    assert "7/" not in screen.getvalue(), "without a plan there is no total"
     for text in ("30/120", "loss 0.5", "0 (pid 11)  2 (pid 12)", "holdfast: lost rank 1", "[2] [bold] is no markup"):
         assert text in screen.getvalue()
-
-
-def test_without_a_plan_the_terminal_shows_no_total(monkeypatch):
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    view = make_view(screen)
-
-    view.show(RunStatus(step=30, alive={0: 11}, metrics={}))
-    view.close()
-
-    assert re.search(r"\b30\b", screen.getvalue())
-    assert "30/" not in screen.getvalue()
-
-
-def recovered(rank):
-    return Recovered(
-        t_s=1.0, rank=rank, step=3, lost=(1,), survivors=(0, 2), decision="redo", redone_steps=1, generation=1
-    )
-
-
-def test_what_every_survivor_writes_is_told_once_a_start():
-    story = EventFormatter()
-
-    assert story.format(recovered(0)) == "lost rank 1; step 3 is computed again with ranks 0, 2"
-    assert story.format(recovered(2)) is None
-    story.format(JobRestarted(t_s=2.0, rank=-1, step=3, restart=1, workers=(0, 2), reason="why"))
-    assert story.format(recovered(2)) is not None
-
-
-def ddp_started(rank):
-    return RunStarted(
-        t_s=0.5, rank=rank, step=0, fabric="ulfm", strategy="forward", seed=0, workers=3, slices=3, order="fold",
-        split="slices", batch="local", rescale="survivors", steps_planned=0, samples_planned=0, num_buckets=0,
-        parameters=0,
-    )  # fmt: skip
-
-
-def committed(step):
-    return StepCommitted(t_s=0.6, rank=0, step=step, epoch=0, samples=0, workers=3, metrics={})
-
-
-def goes_on(step):
-    return dataclasses.replace(recovered(0), step=step, decision="continue", redone_steps=0)
-
-
-def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
-    story = EventFormatter()
-
-    assert [story.format(ddp_started(rank)) for rank in range(3)] == [None] * 3
-    assert story.format(committed(0)) == "3 ranks: torch.distributed; all-reduces of DDP continue over the survivors"
-    assert story.format(committed(1)) is None
-    assert story.format(goes_on(2)) == "lost rank 1; step 2 continues with ranks 0, 2"
-
-
-def test_no_step_goes_on_where_there_is_none():
-    story = EventFormatter()
-
-    assert story.format(goes_on(0)) == "lost rank 1; ranks 0, 2 are left"
-    assert [story.format(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
 
 
 @pytest.fixture
@@ -408,7 +335,7 @@ def ddp_launcher():
     job = Job(script=Path("train.py"), settings=Settings(fabric="ulfm", workers=3))
     with Launcher(dataclasses.replace(job, grace_s=0.0), Said()) as launcher:
         launcher._state.begin((0, 1, 2))
-        launcher._bus.poll(ddp_started(0))
+        launcher._bus.poll(started(**DDP))
         launcher._stopping.request()
         yield launcher
 
@@ -476,9 +403,8 @@ class Deaf:
 def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
     ddp_launcher._stopping.advance(Deaf())
 
-    assert ddp_launcher._view._view.lines == [
-        "stopping: the ranks receive SIGTERM, within 0 s (Ctrl-C to stop immediately)"
-    ]
+    line = "stopping: the ranks receive SIGTERM, within 0 s (Ctrl-C to stop immediately)"
+    assert ddp_launcher._view._view.lines == [line]
     assert ddp_launcher._stopping.timed_out() == JobBroken("stopped on request, but the ranks did not end within 0 s")
     assert ddp_launcher._restart(JobLost("rank 0 killed by SIGTERM"), (1,)) == JobBroken(
         "stopped on request: rank 0 killed by SIGTERM"
@@ -496,17 +422,6 @@ def test_each_start_of_a_job_has_a_port_of_its_own_unless_one_is_set(monkeypatch
         assert other != str(taken.getsockname()[1])
     monkeypatch.setenv("MASTER_PORT", "12345")
     assert _environment(Settings(), places, 30.0)["MASTER_PORT"] == "12345"
-
-
-def test_an_injected_death_is_told_as_the_fault_only():
-    story = EventFormatter()
-    fault = FaultFired(t_s=1.0, rank=1, step=3, fault=0, kind="kill", phase="forward")
-    death = WorkerEnded(t_s=1.0, rank=1, step=3, exit_code=-9, pid=1)
-
-    assert story.format(fault) == "kill of rank 1 at step 3, forward"
-    assert story.format(death) is None
-    assert EventFormatter().format(death) == "rank 1 died at step 3: killed by SIGKILL"
-    assert EventFormatter().format(SEEN) is None
 
 
 # -- stopping
@@ -597,7 +512,7 @@ def test_a_job_that_is_stopped_waits_for_its_sinks_while_there_is_time_to_report
 
 
 KILLED = JobBroken("stopped on request, but the workers died before they could save")
-COMMITTED = StepCommitted(t_s=0.6, rank=0, step=4, epoch=0, samples=0, workers=3, metrics={})
+COMMITTED = committed(4)
 SAVED = CheckpointSaved(t_s=1.0, rank=0, step=5, path="ckpt/step-00000005", size_bytes=1, seconds=0.0)
 
 
@@ -645,20 +560,9 @@ def test_a_node_that_left_ends_with_the_code_of_its_scheduler(code):
 def test_restarts_are_worth_another_try_without_connections_and_after_lost_ranks(lost, could_not_connect, code):
     job = Job(script=Path("train.py"), settings=Settings(workers=2))
 
-    broken = why_not_again(
-        job,
-        lost,
-        3,
-        2,
-        in_vain=3,
-        stopping=False,
-        distributed=False,
-        could_not_connect=could_not_connect,
-    )
+    given = {"in_vain": 3, "stopping": False, "distributed": False, "could_not_connect": could_not_connect}
+    broken = why_not_again(job, lost, 3, 2, **given)
 
     assert broken is not None
-    assert explain(job, broken, JobState("train.py")) == (
-        code,
-        "no new step was committed since 3 restarts (--max-no-progress 3): lost",
-        "",
-    )
+    line = "no new step was committed since 3 restarts (--max-no-progress 3): lost"
+    assert explain(job, broken, JobState("train.py")) == (code, line, "")

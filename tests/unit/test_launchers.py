@@ -78,6 +78,7 @@ def test_a_launcher_of_several_processes_is_named_with_what_works(name):
     env, saw, instead = SEVERAL[name]
 
     said = others_started(env)
+    assert launched_group(env) is None, "it says too little to join them"
 
     assert said.startswith(f"{saw} ")
     assert instead in said
@@ -87,6 +88,7 @@ def test_a_launcher_of_several_processes_is_named_with_what_works(name):
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_is_left_alone(name):
     assert others_started(ALONE[name]) == ""
+    assert launched_group(ALONE[name]) is None
 
 
 MEETING = {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}
@@ -182,13 +184,6 @@ def test_a_process_that_torchrun_started_alone_may_have_to_resume():
     assert launched_group(env) is None
     assert sole_process(env | {"WORLD_SIZE": "2"}) is None
     assert sole_process(env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
-
-
-@pytest.mark.parametrize("name", [*SEVERAL, *ALONE])
-def test_other_processes_do_not_join(name):
-    env = SEVERAL[name][0] if name in SEVERAL else ALONE[name]
-
-    assert launched_group(env) is None
 
 
 def test_a_framework_that_shows_itself_one_process_does_not_hide_the_others(monkeypatch):

@@ -187,22 +187,3 @@ def test_a_process_that_may_not_be_kept_on_its_core_ends_nevertheless(tmp_path, 
     monkeypatch.setattr(os, "sched_setaffinity", denied)
 
     assert life_lock._core_of_end(1) == 7
-
-
-def test_locks_that_were_waited_for_keep_neither_descriptor_nor_mapping_and_their_marks(tmp_path):
-    before = os.listdir("/proc/self/fd")
-    for rank in range(3):
-        with Worker(tmp_path, rank) as killed:
-            thread = threading.Thread(target=Beacon.wait_for_end, args=(beacon_path(tmp_path, rank),))
-            thread.start()
-            killed.process.kill()
-            thread.join()
-
-    def is_unmapped():
-        assert not Beacon.wait_for_end(tmp_path / "no beacon")
-        return str(tmp_path) not in Path("/proc/self/maps").read_text()
-
-    wait_for(is_unmapped)  # the kernel may still be ending the last thread
-    assert os.listdir("/proc/self/fd") == before
-    for rank in range(3):
-        assert struct.unpack_from("<I", beacon_path(tmp_path, rank).read_bytes(), Beacon._LOCK_AT)[0] & 0x40000000

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
+from usual_records import committed, started
 
 import holdfast
 from holdfast import Histogram, Image
@@ -17,7 +18,7 @@ from holdfast.observe.loggers.media import MediaFiles
 from holdfast.observe.loggers.sink import LoggerSink
 from holdfast.records.files import read_run
 from holdfast.records.queued import NotTaken
-from holdfast.records.types import HistogramLogged, ImageLogged, RunStarted, StepCommitted
+from holdfast.records.types import HistogramLogged, ImageLogged, StepCommitted
 
 
 def decoded(png):
@@ -55,51 +56,32 @@ def test_an_image_is_what_it_was(given, layout):
     assert (decoded(Image(given, layout).png()) == BYTES).all()
 
 
-def test_grey_and_transparent_images():
+def test_grey_and_transparent_images_and_floats_beyond_the_range():
     assert (decoded(Image(BYTES[:, :, 0]).png())[:, :, 0] == BYTES[:, :, 0]).all()
     four = np.concatenate([BYTES, BYTES[:, :, :1]], axis=2)
     assert (decoded(Image(four).png()) == four).all()
-
-
-def test_floats_are_clipped():
+    assert decoded(Image(torch.zeros(3, 4, 1), "CHW").png()).shape == (4, 1, 3), "which would be ambiguous without"
     values = torch.tensor([[-1.0, 0.0, 0.5, 1.0, 2.0, float("nan"), float("inf")]])
-
     assert decoded(Image(values).png()).flatten().tolist() == [0, 0, 128, 255, 255, 0, 255]
 
 
 @pytest.mark.parametrize(
     ("given", "layout", "message"),
     [
-        (
-            torch.zeros(3, 4, 3),
-            None,
-            r"an image of shape \(3, 4, 3\) may be H x W x C or C x H x W: say layout='HWC' or",
-        ),
-        (
-            torch.zeros(5, 4, 2),
-            None,
-            r"must have shape H x W, H x W x C or C x H x W, where C is 1, 3 or 4, got \(5, 4, 2\)",
-        ),
+        (torch.zeros(3, 4, 3), None, r"of shape \(3, 4, 3\) may be H x W x C or C x H x W: say layout='HWC' or"),
+        (torch.zeros(5, 4, 2), None, r"must have shape H x W, .*, where C is 1, 3 or 4, got \(5, 4, 2\)"),
         (torch.zeros(5, 4, 3), "CHW", r"must have shape C x H x W, where C is 1, 3 or 4, got \(5, 4, 3\)"),
         (torch.zeros(4), None, r"must have shape .* got \(4,\)"),
         (torch.zeros(2, 2), "WHC", "layout must be 'HWC' or 'CHW', got 'WHC'"),
         (torch.zeros(2, 2, dtype=torch.int64), None, "must be uint8, or floats from 0 to 1, got torch.int64"),
         (torch.zeros(0, 2), None, r"must have pixels, got shape \(0, 2\)"),
-        (
-            torch.zeros(1200, 1200, 3),
-            None,
-            r"at most 4 MiB, one byte a channel, got 4.1 MiB in shape \(1200, 1200, 3\): log",
-        ),
+        (torch.zeros(1200, 1200, 3), None, r"at most 4 MiB, .*, got 4.1 MiB in shape \(1200, 1200, 3\): log"),
         ("cat.png", None, "must be a tensor or an array, got str"),
     ],
 )
 def test_what_is_no_image_is_refused(given, layout, message):
     with pytest.raises(ConfigError, match=message):
         Image(given, layout)
-
-
-def test_an_ambiguous_image_needs_its_layout():
-    assert decoded(Image(torch.zeros(3, 4, 1), "CHW").png()).shape == (4, 1, 3)
 
 
 def test_a_histogram_has_bins_of_equal_width(tmp_path):
@@ -110,6 +92,7 @@ def test_a_histogram_has_bins_of_equal_width(tmp_path):
     assert (record.low, record.high, record.counts) == (0.0, 4.0, (1, 2, 0, 1))
     assert (record.total, record.squares) == (6.0, 18.0)
     assert not list(tmp_path.iterdir())
+    assert sum(Histogram(torch.tensor([float("nan")])).record("w", None).counts) == 0
 
 
 @pytest.mark.parametrize("value", [torch.tensor([2.0]), torch.full((7,), 2.0), np.full(3, 2)])
@@ -117,10 +100,6 @@ def test_equal_values_have_a_bin(value, tmp_path):
     record = Histogram(value).record("w", None)
 
     assert (record.low, record.high, sum(record.counts)) == (1.5, 2.5, len(value))
-
-
-def test_a_histogram_of_nothing_finite_is_empty(tmp_path):
-    assert sum(Histogram(torch.tensor([float("nan")])).record("w", None).counts) == 0
 
 
 @pytest.mark.parametrize(
@@ -229,18 +208,6 @@ class Logger:
         pass
 
 
-def started():
-    words = dict.fromkeys(("fabric", "strategy", "order", "split", "batch", "rescale"), "")
-    numbers = dict.fromkeys(
-        ("seed", "workers", "slices", "steps_planned", "samples_planned", "num_buckets", "parameters"), 1
-    )
-    return RunStarted(t_s=0.0, rank=0, step=0, **words, **numbers)
-
-
-def commit(step):
-    return StepCommitted(t_s=1.0, rank=0, step=step, epoch=0, samples=1, workers=1, metrics={"loss": 1.0})
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "media").mkdir()
@@ -260,8 +227,20 @@ def test_files_go_when_every_logger_is_done_with_them(folder):
     files, run = MediaFiles(2), RunRecords(run_dir=folder, epoch_s=0.0)
     both = [LoggerSink(Logger("images", "histograms"), run, files=files) for _ in range(2)]
     # Step 0 is computed twice, and step 1 is recorded again after it was logged.
-    records = [started(), image(folder, 0, "a.png"), image(folder, 0, "b.png"), histogram(0), commit(0)]
-    records += [image(folder, 1, "c.png"), commit(1), image(folder, 1, "d.png"), commit(1), commit(2)]
+    records = [
+        started(),
+        image(folder, 0, "a.png"),
+        image(folder, 0, "b.png"),
+        histogram(0),
+        committed(0, metrics={"loss": 1.0}),
+    ]
+    records += [
+        image(folder, 1, "c.png"),
+        committed(1, metrics={"loss": 1.0}),
+        image(folder, 1, "d.png"),
+        committed(1, metrics={"loss": 1.0}),
+        committed(2, metrics={"loss": 1.0}),
+    ]
     records += [image(folder, 3, "e.png")]
 
     both[0].take(records)
@@ -285,7 +264,9 @@ def test_what_cannot_be_shown_is_counted_and_said_once(folder):
 
     for step in range(3):
         with pytest.raises(NotTaken) as found:
-            sink.take([started(), image(folder, step, f"{step}.png"), histogram(step), commit(step)])
+            sink.take(
+                [started(), image(folder, step, f"{step}.png"), histogram(step), committed(step, metrics={"loss": 1.0})]
+            )
         assert (str(found.value), found.value.dropped) == ("", 1)
 
     assert said == ["shows images shows no histograms: they are left out there"]
@@ -300,7 +281,7 @@ def test_while_a_log_cannot_be_opened_few_files_are_kept(folder, monkeypatch):
     monkeypatch.setattr(logger, "open", lambda: (_ for _ in ()).throw(OSError("gone")))
     for step in range(10):
         with pytest.raises(NotTaken, match="gone"):
-            sink.take([started(), image(folder, step, f"{step}.png"), commit(step)])
+            sink.take([started(), image(folder, step, f"{step}.png"), committed(step, metrics={"loss": 1.0})])
     assert sorted(path.name for path in (folder / "media").iterdir()) == ["7.png", "8.png", "9.png"]
 
     monkeypatch.setattr(logger, "open", opens)
@@ -339,7 +320,7 @@ def test_a_file_that_is_gone_or_elsewhere_is_left_out(folder):
     ]
 
     with pytest.raises(NotTaken) as found:
-        sink.take([started(), *images, commit(0)])
+        sink.take([started(), *images, committed(0, metrics={"loss": 1.0})])
     sink.close(9.0)
 
     assert (found.value.dropped, said) == (

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from clusters import until
 from jobs import clean_env
 from strangers import connect
 
@@ -58,28 +60,26 @@ def send(hub, *pieces):
         return answer
 
 
-def test_a_connection_that_is_reset_leaves_nothing_that_only_the_collector_finds(hub, store):
-    gc.collect()
-    readers = num_readers()
+def test_a_connection_that_is_reset_leaves_nothing_that_only_the_collector_finds(hub, monkeypatch):
+    readers = weakref.WeakSet()
+
+    class Reader(asyncio.StreamReader):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            readers.add(self)
+
+    monkeypatch.setattr(asyncio.streams, "StreamReader", Reader)
     gc.disable()
     try:
         for number in range(5):
             with socket.create_connection(("127.0.0.1", hub.port), timeout=WAIT_S) as connection:
                 connection.sendall(HELLO)
                 assert connection.recv(1 << 16), "the hub has accepted it"
-                assert num_readers() == readers + 1, "the count shows a connection"
+                assert len(readers) == 1
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            ends_s = time.monotonic() + WAIT_S
-            while num_readers() > readers:
-                assert time.monotonic() < ends_s, f"{num_readers() - readers} are left after {number + 1}"
-                time.sleep(0.01)
+            until(lambda: not readers, f"that nothing is left of connection {number}")
     finally:
         gc.enable()
-
-
-def num_readers():
-    """Return how many connections there are in this process."""
-    return sum(type(each) is asyncio.StreamReader for each in gc.get_objects())
 
 
 def test_a_folder_is_removed_with_one_message(hub, store):
@@ -141,9 +141,8 @@ def test_what_fails_while_a_thread_waits_fails_in_that_thread(store):
 
 
 def test_a_wrong_token_is_refused_and_logged(hub, caplog):
-    with pytest.raises(
-        ConfigError, match=r"refused the connection for a wrong token: --rdzv-token \(HOLDFAST_TOKEN\) must be"
-    ):
+    line = r"refused the connection for a wrong token: --rdzv-token \(HOLDFAST_TOKEN\) must be"
+    with pytest.raises(ConfigError, match=line):
         HubStore(hub.address, "guess", "j")
 
     assert "hub: ('127.0.0.1'" in caplog.text
@@ -170,14 +169,8 @@ def test_a_wrong_token_is_refused_and_logged(hub, caplog):
 def test_who_does_not_greet_as_agreed_gets_nothing(hub, store, hello):
     store.put("key", "value")
 
-    for proof in (
-        {"proof": ""},
-        {"proof": "\ud800"},
-        {"proof": "0" * 64},
-        {"proof": None},
-        {"token": TOKEN},
-        {"job": "j"},
-    ):
+    proofs = ({"proof": proof} for proof in ("", "\ud800", "0" * 64, None))
+    for proof in (*proofs, {"token": TOKEN}, {"job": "j"}):
         assert b"value" not in (send(hub, dump(hello), dump(proof)) or b"")
 
 
@@ -230,26 +223,6 @@ def test_nonsense_ends_its_own_connection_only(hub, store, name):
     store.put("key", "value")
     assert store.get("key") == "value"
     assert store.get("k") in (None, "v")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_bytes_end_their_own_connection_only(hub, store, seed):
-    rng = random.Random(seed)
-    good = dump({"id": 1, "op": "put", "key": "k", "value": "v", "leased": True})
-    for _ in range(25):
-        data = bytearray((HELLO if rng.randrange(2) else b"") + good * 3)
-        for _ in range(rng.randrange(1, 6)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        data = data[: rng.randrange(1, len(data) + 1)] + rng.randbytes(rng.randrange(2000))
-        if data.startswith(b'{"hello"'):
-            send(hub, bytes(data))
-        else:
-            with connect(hub, TOKEN, {"job": "j"}) as stranger:
-                stranger.send(bytes(data))  # with MACs, so that the bytes reach the parser of requests
-                stranger.read_to_end()
-
-    store.put("key", "value")
-    assert store.get("key") == "value"
 
 
 def test_strangers_that_say_nothing_make_room_for_those_that_come_later_the_oldest_first(hub, store):
@@ -341,15 +314,15 @@ def test_a_store_that_is_full_says_so(hub, store, monkeypatch):
 
 
 def test_many_clients_at_once_each_hear_everything(hub):
-    stores = [HubStore(hub.address, TOKEN, "j") for _ in range(64)]
+    stores = [HubStore(hub.address, TOKEN, "j") for _ in range(32)]
 
     def work(number):
         for turn in range(5):
             stores[number].put(f"{number}/{turn}", "x" * 100)
-        return stores[number].wait(lambda: True if len(stores[number].under("")) == 320 else None, WAIT_S)
+        return stores[number].wait(lambda: True if len(stores[number].under("")) == 160 else None, WAIT_S)
 
-    with ThreadPoolExecutor(64) as pool:
-        assert all(pool.map(work, range(64)))
+    with ThreadPoolExecutor(32) as pool:
+        assert all(pool.map(work, range(32)))
     assert len({tuple(store.under("")) for store in stores}) == 1
     for store in stores:
         store.close()
@@ -404,14 +377,8 @@ for store in stores:
 half.close()
 print("done")
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        env=clean_env(),
-        check=False,
-    )
+    words = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, env=clean_env(), check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
@@ -494,9 +461,8 @@ def test_a_client_that_is_answered_with_nonsense_takes_the_store_for_lost(answer
 
         with ThreadPoolExecutor(1) as pool:
             pool.submit(serve)
-            with pytest.raises(
-                (StoreLost, ConfigError), match=r"invalid message|closed the connection|reset|does not answer"
-            ):
+            lines = "invalid message|closed the connection|reset|does not answer"
+            with pytest.raises((StoreLost, ConfigError), match=lines):
                 HubStore(f"127.0.0.1:{server.getsockname()[1]}", TOKEN)
 
 

@@ -61,19 +61,19 @@ def explore(seed, suspects=0, parts=None, kind="clients count", slow=None):
     return seen
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
 def test_members_decide_alike_whoever_dies_leaves_or_comes(seed, kind):
     explore(seed, kind=kind)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), suspects=st.integers(1, 3), kind=st.sampled_from(KINDS))
 def test_who_is_taken_for_dead_and_lives_is_voted_out_and_never_decides_otherwise(seed, suspects, kind):
     explore(seed, suspects, kind=kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
 def test_a_slow_member_that_leaves_is_not_waited_for_and_leaves_in_order(seed, kind):
     refusals = frozenset((generation, 1) for generation in range(5))
@@ -112,10 +112,15 @@ def test_the_plays_reach_what_they_are_about():
     )
 
 
-def test_a_client_that_slept_decides_no_act_whose_votes_are_gone_or_are_others():
-    store = Explored(0)
+def explored(size, counts=False):
+    """An explored store and its members, used by one thread in turn: nothing waits."""
+    store = Explored(0, counts=counts)
     store.yield_ = lambda name: None
-    lively, sleeper = store.seat(0), store.seat(1)
+    return store, [store.seat(rank) for rank in range(size)]
+
+
+def test_a_client_that_slept_decides_no_act_whose_votes_are_gone_or_are_others():
+    store, (lively, sleeper) = explored(2)
     roster = Roster(lively, 0, [0])
     roster.store.post("g/0/act/1/0", RosterVote(act="shrink").encode())
     sleeper._learn(len(store.log))
@@ -161,10 +166,7 @@ def explore_many(kind):
 
 @pytest.fixture
 def seats():
-    """Two members of one explored store, used by one thread in turn: nothing waits."""
-    store = Explored(0)
-    store.yield_ = lambda name: None
-    return [store.seat(rank) for rank in range(12)]
+    return explored(12)[1]
 
 
 def test_a_wish_that_is_taken_back_leaves_the_wishes_of_others(seats):
@@ -206,9 +208,7 @@ def test_check_tells_of_a_death_and_of_a_revocation_until_the_next_generation(se
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_keys_of_generations_that_are_over_are_removed_and_a_member_that_slept_is_voted_out(counts):
-    store = Explored(0, counts=counts)
-    store.yield_ = lambda name: None
-    seats = [store.seat(rank) for rank in range(2)]
+    _, seats = explored(2, counts)
     sleeper = Roster(seats[1], 1, [0, 1])
     seats[0].put("dead/1", "it seemed so")
     lively = Roster(seats[0], 0, [0, 1])
@@ -228,9 +228,7 @@ def test_keys_of_generations_that_are_over_are_removed_and_a_member_that_slept_i
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("shrinks", [1, 2, 3, 4])
 def test_a_member_that_sleeps_while_it_leaves_leaves_quietly_however_far_the_others_are(counts, shrinks):
-    store = Explored(0, counts=counts)
-    store.yield_ = lambda name: None
-    seats = [store.seat(rank) for rank in range(2)]
+    store, seats = explored(2, counts)
     leaver, lively = Roster(seats[1], 1, [0, 1]), Roster(seats[0], 0, [0, 1])
     wait = seats[1].wait
 
@@ -249,9 +247,7 @@ def test_a_member_that_sleeps_while_it_leaves_leaves_quietly_however_far_the_oth
 
 def newcomer_alone(counts):
     """Members 0 and 1 of a store are dead; member 2, admitted in generation 1, is in generation 5."""
-    store = Explored(0, counts=counts)
-    store.yield_ = lambda name: None
-    seats = [store.seat(rank) for rank in range(3)]
+    store, seats = explored(3, counts)
     first, sleeper, newcomer = Roster(seats[0], 0, [0, 1]), Roster(seats[1], 1, [0, 1]), Roster(seats[2], 2, None)
     seats[0].put("dead/1", "it seemed so")
     seats[2].put("join/2", json.dumps({"loop": 0}))
@@ -280,9 +276,7 @@ def test_a_sleeper_of_the_first_generation_decides_nothing_again_once_all_of_it_
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_newcomer_that_was_admitted_reported_dead_and_forgotten_stops_and_revokes_nothing(counts):
-    store = Explored(0, counts=counts)
-    store.yield_ = lambda name: None
-    seats = [store.seat(rank) for rank in range(3)]
+    store, seats = explored(3, counts)
     first = Roster(seats[0], 0, [0])
     wait = seats[2].wait
 

@@ -7,6 +7,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from usual_records import finished, recovered, started
+from view_runs import steps
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
@@ -22,55 +24,30 @@ from holdfast.records.types import (
     CorruptionFound,
     FailureSeen,
     FaultFired,
-    Finished,
     JobRestarted,
     Left,
     Recovered,
-    RunStarted,
     SamplesLost,
-    StepCommitted,
     WorkerEnded,
 )
 from holdfast.summary.build import build_report
 
 ROOT = Path(__file__).parents[2]
-START = {
-    "fabric": "gloo", "strategy": "restart", "seed": 0, "workers": 3, "slices": 3, "order": "fold", "split": "slices",
-    "batch": "global", "rescale": "survivors", "steps_planned": 100, "samples_planned": 400, "num_buckets": 1,
-    "parameters": 9,
-}  # fmt: skip
-END = {"sha256": "a", "state_sha256": "b", "planned": 400, "committed": 400, "lost": 0, "repeated": 0, "checkpoint": ""}
 WALL_S = 40.0
 
 
 def begun(t_s, ranks, step=0):
-    return [RunStarted(t_s=t_s, rank=rank, step=step, **START) for rank in ranks]
-
-
-def steps(first, last, begin_s, rank=0):
-    """Steps of 0.1 s."""
-    return [
-        StepCommitted(
-            t_s=begin_s + 0.1 * (step - first + 1), rank=rank, step=step, epoch=0, samples=4, workers=3, metrics={"loss": 1.0 / (step + 1)}
-        )
-        for step in range(first, last + 1)
-    ]  # fmt: skip
+    return [started(rank, t_s=t_s, step=step, strategy="restart", steps_planned=100) for rank in ranks]
 
 
 def recovery(t_s, step, back_to, redone, generation, lost, survivors, decision="load"):
     dead = [FaultFired(t_s=t_s, rank=rank, step=step, fault=rank, kind="kill", phase="forward") for rank in lost]
     seen = [FailureSeen(t_s=t_s + 0.15, rank=rank, step=step, phase="allreduce") for rank in survivors]
     how = {"lost": lost, "survivors": survivors, "decision": decision, "redone_steps": redone, "generation": generation}
-    times_s = {"Agree": 0.1, "LoadCheckpoint": 0.05}
-    said = [
-        Recovered(t_s=t_s + 0.3 + rank / 100, rank=rank, step=back_to, times_s=times_s, **how) for rank in survivors
-    ]
-    return [
-        *dead,
-        *seen,
-        *said,
-        *(WorkerEnded(t_s=t_s + 0.1, rank=rank, step=step, exit_code=-9, pid=7) for rank in lost),
-    ]
+    how |= {"step": back_to, "times_s": {"Agree": 0.1, "LoadCheckpoint": 0.05}}
+    said = [recovered(rank, t_s=t_s + 0.3 + rank / 100, **how) for rank in survivors]
+    ends = [WorkerEnded(t_s=t_s + 0.1, rank=rank, step=step, exit_code=-9, pid=7) for rank in lost]
+    return [*dead, *seen, *said, *ends]
 
 
 def run():
@@ -78,26 +55,19 @@ def run():
     saved = [CheckpointSaved(t_s=4.05, rank=0, step=20, path="", size_bytes=500, seconds=0.02)]
     first = [*begun(2.0, range(3)), *steps(0, 29, 2.0), *saved, *recovery(5.05, 30, 20, 11, 1, (2,), (0, 1))]
     back = steps(20, 49, 5.4)
-    grown = {"lost": (), "survivors": (0, 1, 3), "decision": "grow", "redone_steps": 0, "generation": 2, "joined": (3,)}
-    joins = [Recovered(t_s=8.45 + rank / 100, rank=rank, step=50, held_s=0.04, **grown) for rank in (0, 1, 3)]
-    joins += [
-        *begun(8.49, [3], step=50),
-        Left(t_s=9.0, rank=3, step=55),
-        WorkerEnded(t_s=9.1, rank=3, step=55, exit_code=0, pid=7),
-    ]
+    grown = {"step": 50, "survivors": (0, 1, 3), "decision": "grow", "generation": 2, "joined": (3,), "held_s": 0.04}
+    joins = [recovered(rank, t_s=8.45 + rank / 100, **grown) for rank in (0, 1, 3)]
+    joins += [*begun(8.49, [3], step=50), Left(t_s=9.0, rank=3, step=55)]
+    joins += [WorkerEnded(t_s=9.1, rank=3, step=55, exit_code=0, pid=7)]
     more = [*steps(50, 69, 8.5), SamplesLost(t_s=9.1, rank=0, step=55, epoch=0, ids=(5, 6), buckets=(0,))]
     found = CorruptionFound(t_s=9.2, rank=0, step=56, what="range", where=(), ranks=(), policy="warn")
     ends = [WorkerEnded(t_s=10.55, rank=rank, step=70, exit_code=-9, pid=7) for rank in (0, 1)]
     ends += [FaultFired(t_s=10.52, rank=r, step=70, fault=r, kind="kill", phase="forward") for r in (0, 1)]
     again = JobRestarted(t_s=10.8, rank=-1, step=69, restart=1, workers=(0, 1), reason="all are lost")
     last = [*begun(14.0, (0, 1), step=20), *steps(20, 99, 14.0)]
-    done = [Finished(t_s=22.2, rank=rank, step=100, outcome="done", metrics={}, **END) for rank in (0, 1)]
+    done = [finished(rank, t_s=22.2, step=100) for rank in (0, 1)]
     done += [WorkerEnded(t_s=22.5, rank=rank, step=100, exit_code=0, pid=7) for rank in (0, 1)]
     return [*first, *back, *joins, *more, found, *ends, again, *last, *done]
-
-
-def exported(metrics, now_s=WALL_S):
-    return metrics.values(now_s)
 
 
 def as_read(seed):
@@ -183,12 +153,8 @@ def test_observations_are_counted_by_bucket():
 
 def test_of_what_many_survivors_say_few_records_are_kept():
     ranks = tuple(range(1, 500))
-    records = [
-        *begun(0.0, range(500)),
-        *steps(0, 4, 0.0),
-        *recovery(0.6, 5, 5, 1, 1, (0,), ranks, "redo"),
-        *steps(5, 9, 6.0),
-    ]
+    death = recovery(0.6, 5, 5, 1, 1, (0,), ranks, "redo")
+    records = [*begun(0.0, range(500)), *steps(0, 4, 0.0), *death, *steps(5, 9, 6.0)]
     metrics = RunMetrics(range(500), epoch_s=0.0)
     for record in records:
         metrics.take(record)
@@ -261,17 +227,11 @@ def test_a_port_in_use_and_a_file_that_cannot_be_written_are_said(tmp_path):
         sink.close(1.0)
 
 
-@pytest.mark.parametrize(
-    ("given", "address"),
-    [
-        ("9400", ("127.0.0.1", 9400)),
-        ("10.0.0.5:0", ("10.0.0.5", 0)),
-        ("[::1]:80", ("::1", 80)),
-        ("node7:9", ("node7", 9)),
-    ],
-)
-def test_a_port_alone_is_of_this_machine(given, address):
-    assert host_and_port(given, "--metrics-port") == address
+def test_a_port_alone_is_of_this_machine():
+    given = ("9400", "10.0.0.5:0", "[::1]:80", "node7:9")
+    addresses = [("127.0.0.1", 9400), ("10.0.0.5", 0), ("::1", 80), ("node7", 9)]
+
+    assert [host_and_port(one, "--metrics-port") for one in given] == addresses
 
 
 @pytest.mark.parametrize("given", ["", "x", ":9", "9400:", "host:65536", "-1", "1.5", "host:x", "²"])

@@ -23,32 +23,28 @@ os._exit(0)  # as a worker that is killed
 """
 
 
-@pytest.mark.parametrize("of_a_run", [True, False])
-def test_a_session_directory_without_mpirun_is_in_the_run_folder(tmp_path, of_a_run):
+def python(*words, **variables):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
+    env |= {"PYTHONPATH": str(ROOT / "src")} | {name: str(value) for name, value in variables.items()}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_session_directory_without_mpirun_is_in_the_run_folder(tmp_path):
     temporary, run_dir = tmp_path / "t", tmp_path / "run"
     temporary.mkdir()
     run_dir.mkdir()
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
-    env |= {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_MCA_mpi_ft_enable": "1", "TMPDIR": str(temporary)}
-    env |= {"PYTHONPATH": str(ROOT / "src")} | ({"HOLDFAST_RUN_DIR": str(run_dir)} if of_a_run else {})
-
-    done = subprocess.run(
-        [sys.executable, "-c", START], env=env, capture_output=True, text=True, timeout=60, check=False
+    done = python(
+        "-c", START, OMPI_COMM_WORLD_SIZE="1", OMPI_MCA_mpi_ft_enable="1", TMPDIR=temporary, HOLDFAST_RUN_DIR=run_dir
     )
 
     assert (done.returncode, done.stdout) == (0, f"{temporary}\n"), done.stderr
     found = {folder.name: [path.name.partition(".")[0] for path in folder.iterdir()] for folder in (temporary, run_dir)}
-    assert found == ({"t": [], "run": ["ompi"]} if of_a_run else {"t": ["ompi"], "run": []})
+    assert found == {"t": [], "run": ["ompi"]}
 
 
 def test_mpi_that_begins_alone_after_the_end_of_mpirun_is_given_up(tmp_path):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
-    env |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_mpi_ft_enable": "1", "TMPDIR": str(tmp_path)}
-    env |= {"PYTHONPATH": str(ROOT / "src")}
-
-    done = subprocess.run(
-        [sys.executable, "-c", START], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = python("-c", START, OMPI_COMM_WORLD_SIZE="2", OMPI_MCA_mpi_ft_enable="1", TMPDIR=tmp_path)
 
     assert done.returncode == -signal.SIGABRT
     assert "mpirun started 2 processes, and MPI_Init found 1: mpirun has ended" in done.stderr
@@ -58,12 +54,9 @@ def test_mpi_that_begins_alone_after_the_end_of_mpirun_is_given_up(tmp_path):
 def test_a_worker_whose_mpirun_ended_before_it_looked_does_not_start(tmp_path, is_orphan):
     """Its parent is then a process that knows nothing of the launcher."""
     (tmp_path / "script.py").write_text("print('it started')")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
-    env |= {"PYTHONPATH": str(ROOT / "src"), "HOLDFAST_LAUNCHER": str(Process.of(os.getpid()))}
-    env |= {"OMPI_COMM_WORLD_SIZE": "2"} if is_orphan else {}
-    words = [sys.executable, "-m", "holdfast.launch.supervise.starter", str(tmp_path / "script.py")]
+    env = {"HOLDFAST_LAUNCHER": Process.of(os.getpid())} | ({"OMPI_COMM_WORLD_SIZE": 2} if is_orphan else {})
 
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = python("-m", "holdfast.launch.supervise.starter", tmp_path / "script.py", **env)
 
     assert (done.returncode, done.stdout) == ((-9, "") if is_orphan else (0, "it started\n")), done.stderr
 

@@ -219,9 +219,8 @@ def test_a_process_whose_abort_hangs_ends_by_sigkill():
     path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(sys.modules["host_threads"].__file__)])
     env = os.environ | {"PYTHONPATH": os.pathsep.join([path, *sys.path])}
 
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    words = [sys.executable, "-c", HANGS]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "it took longer than 0.2 s" in done.stderr
@@ -304,9 +303,8 @@ def test_versions_that_cannot_be_aborted_are_refused(version, why):
 
 
 def test_without_the_setting_messages_of_the_fabric_are_used():
-    assert isinstance(
-        choose_mover(Settings().between_hosts, torch.device("cpu"))(VirtualCommunicator(2), [0]), FabricMover
-    )
+    make_mover = choose_mover(Settings().between_hosts, torch.device("cpu"))
+    assert isinstance(make_mover(VirtualCommunicator(2), [0]), FabricMover)
 
 
 def test_nccl_is_never_chosen_where_it_would_not_be_used():

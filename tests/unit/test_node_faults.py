@@ -2,11 +2,11 @@
 
 import threading
 
+import planned
 import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import ask_launcher
 from holdfast.launch.fleet.node_faults import check_node_faults
 from holdfast.launch.job import Job
@@ -19,8 +19,7 @@ CUT = "partition:node=1,step=2"
 @pytest.fixture
 def make_job(tmp_path):
     def make(*specs, rdzv="holdfast://127.0.0.1:29400", nnodes=2, node=1, fabric="gloo"):
-        faults = FaultPlan(tuple(map(parse, specs))).to_json()
-        settings = Settings(fabric=fabric, workers=2, faults=faults)
+        settings = Settings(fabric=fabric, workers=2, faults=planned.faults(*specs))
         return Job(script=tmp_path / "train.py", settings=settings, nnodes=nnodes, node_rank=node, rdzv=rdzv)
 
     return make

@@ -40,18 +40,6 @@ def test_a_notice_that_nobody_can_answer_is_kept_for_who_can():
     assert told == ["first", "first", "second"]
 
 
-def test_each_notice_is_answered_once():
-    told = []
-    notice.remember(lambda: False)
-    send()
-
-    for _ in range(2):
-        with notice.answered(lambda: told.append("it came")):
-            pass
-
-    assert told == ["it came"]
-
-
 def test_without_a_launcher_a_notice_outside_of_training_is_left_to_the_system():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -35,17 +35,19 @@ class Model(nn.Module):
         return self.last(self.drop(F.relu(self.norm(self.first(x)))))
 
 
-def train(model, forward=None):
-    """Train by ``step.compute``; return all tensors of the model."""
-    generator = torch.Generator().manual_seed(6)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
-    )
+def trained(model, compute):
+    """Train, each step by ``compute(step)``; return all tensors of the model."""
+    drawn = torch.Generator().manual_seed(6)
+    data = TensorDataset(torch.randn(SAMPLES, 6, generator=drawn), torch.randint(3, (SAMPLES,), generator=drawn))
     optimizer = torch.optim.Adam(model.parameters())
     session = holdfast.Session(model, optimizer, workers=1, slices=SLICES, fabric="virtual")
     for step in session.steps(data, 16, epochs=3):
-        step.compute(forward or model, F.cross_entropy)
+        compute(step)
     return {name: tensor.clone() for name, tensor in model_tensors(model)}
+
+
+def train(model, forward=None):
+    return trained(model, lambda step: step.compute(forward or model, F.cross_entropy))
 
 
 def same(one, other):
@@ -109,19 +111,7 @@ def loop(model, *calls, error=SHORT, where="backward"):
         step.backward(loss)
         step.log(loss_again=loss.detach())
 
-    return trained(model, compute)
-
-
-def trained(model, compute):
-    generator = torch.Generator().manual_seed(6)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
-    )
-    session = holdfast.Session(model, torch.optim.Adam(model.parameters()), workers=1, slices=SLICES, fabric="virtual")
-    for step in session.steps(data, 16, epochs=3):
-        for x, y in step:
-            compute(step, x, y)
-    return {name: tensor.clone() for name, tensor in model_tensors(model)}
+    return trained(model, lambda step: [compute(step, x, y) for x, y in step])
 
 
 def test_a_loop_over_the_step_gets_a_slice_again_whose_backward_pass_ran_out_of_memory(capsys):
@@ -132,9 +122,7 @@ def test_a_loop_over_the_step_gets_a_slice_again_whose_backward_pass_ran_out_of_
     assert same(got, expected)
     lines = [line for line in capsys.readouterr().err.splitlines() if "computed again" in line]
     assert len(lines) == 2
-    assert lines[0].startswith(
-        "holdfast: worker 0: slice 1 of step 1 is computed again, with memory freed: CUDA out of"
-    )
+    assert lines[0].startswith("holdfast: worker 0: slice 1 of step 1 is computed again, with memory freed: CUDA out")
 
 
 class Saved:
@@ -165,7 +153,7 @@ def test_nothing_keeps_what_the_failed_pass_had_computed():
             gc.collect()
             assert not kept
 
-    trained(model, compute)
+    trained(model, lambda step: [compute(step, x, y) for x, y in step])
 
     assert count == 3 * (SAMPLES // 16) * SLICES + 1
 

@@ -4,6 +4,7 @@ import functools
 import json
 import threading
 
+import planned
 import pytest
 import reference
 import torch
@@ -15,7 +16,6 @@ from train_reference import train
 import holdfast
 from holdfast.base.clock import SystemClock
 from holdfast.errors import ConfigError
-from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.models.gradients import BucketLayout
 from holdfast.models.overlap import OverlappedOptimizer, UndoCopy
@@ -35,10 +35,6 @@ KINDS = {
     "adagrad": lambda p: optim.Adagrad(p, lr=0.1),
     "rmsprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
 }
-
-
-def plan(*specs):
-    return FaultPlan(tuple(map(parse, specs))).to_json()
 
 
 class Branches(nn.Module):
@@ -61,14 +57,8 @@ def train_branches(kind, *, overlap_optimizer=False, **settings):
     optimizer = KINDS[kind](model.parameters())
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
     schedule = optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    session = holdfast.Session(
-        model,
-        optimizer,
-        scheduler=schedule,
-        overlap_optimizer=overlap_optimizer,
-        bucket_bytes=600,
-        **({"workers": 3} | settings),
-    )
+    settings = {"workers": 3, "bucket_bytes": 600, "overlap_optimizer": overlap_optimizer} | settings
+    session = holdfast.Session(model, optimizer, scheduler=schedule, **settings)
     for step in session.steps(TensorDataset(x, (x.sum(1) > 0).long()), 8):
         for a, b in step:
             step.backward(F.cross_entropy(model(a, rarely=step.number % 3 == 1), b))
@@ -88,23 +78,27 @@ def test_buckets_one_by_one_have_the_bits_of_the_whole_step(kind):
     assert session._trainable.overlapped.spent.buckets == 8 * len(session._trainable.buckets)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("momentum", "restart"), ("adam", "rollback")])
-@pytest.mark.parametrize("phase", ["backward", "allreduce", "allreduce,bucket=1", "allreduce,bucket=4", "optimizer"])
+PHASES = ("backward", "allreduce", "allreduce,bucket=1", "allreduce,bucket=4", "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "strategy"),
+    [*((phase, "adam", "rollback") for phase in PHASES), ("allreduce,bucket=1", "momentum", "restart")],
+)
 def test_whenever_somebody_dies_the_bits_are_those_of_the_default(kind, strategy, phase):
     """Also in the first step, before which the optimizer has no state; bucket 4 is the last."""
-    faults = plan(f"kill:rank=1,step=0,phase={phase}", f"kill:rank=0,step=4,phase={phase}")
+    faults = planned.faults(f"kill:rank=1,step=0,phase={phase}", f"kill:rank=0,step=4,phase={phase}")
 
     session, bits = train_branches(kind, overlap_optimizer=True, strategy=strategy, faults=faults)
 
     assert len(session._trainable.buckets) == 5
     assert bits == undisturbed(kind)
-    assert session._trainable.overlapped.spent.undone == {"allreduce,bucket=1": 2 * 2, "allreduce,bucket=4": 2 * 5}.get(
-        phase, 0
-    )
+    undone = {"allreduce,bucket=1": 2 * 2, "allreduce,bucket=4": 2 * 5}
+    assert session._trainable.overlapped.spent.undone == undone.get(phase, 0)
 
 
 def test_forward_keeps_the_updates_of_what_was_summed():
-    faults = {"strategy": "forward", "faults": plan("kill:rank=1,step=4,phase=allreduce,bucket=1")}
+    faults = {"strategy": "forward", "faults": planned.faults("kill:rank=1,step=4,phase=allreduce,bucket=1")}
 
     session, bits = train_branches("momentum", overlap_optimizer=True, **faults)
 
@@ -113,7 +107,7 @@ def test_forward_keeps_the_updates_of_what_was_summed():
 
 
 def test_workers_with_weights_of_their_own_have_the_same_bits_too():
-    faults = plan("flip:rank=1,step=2,target=weights,bits=20,count=3")
+    faults = planned.faults("flip:rank=1,step=2,target=weights,bits=20,count=3")
 
     session, bits = train_branches("momentum", overlap_optimizer=True, guard="warn", faults=faults)
 
@@ -127,7 +121,7 @@ def test_workers_with_weights_of_their_own_have_the_same_bits_too():
 def test_without_the_undo_the_bits_are_others(monkeypatch):
     """The negative control."""
     monkeypatch.setattr(UndoCopy, "put_back", UndoCopy.forget)
-    faults = plan("kill:rank=1,step=4,phase=allreduce,bucket=0")
+    faults = planned.faults("kill:rank=1,step=4,phase=allreduce,bucket=0")
 
     _, bits = train("cnn", "adam", workers=4, overlap_optimizer=True, faults=faults)
 
@@ -199,7 +193,7 @@ def test_updates_beside_the_sums_are_done_before_replicas_are_compared(monkeypat
     monkeypatch.setattr(RotatingDigest, "of_step", look)
     model = reference.make_model("cnn")
     optimizer = reference.make_optimizer("adam", model)
-    faults = plan("kill:rank=1,step=3,phase=allreduce,bucket=0")
+    faults = planned.faults("kill:rank=1,step=3,phase=allreduce,bucket=0")
     session = holdfast.Session(
         model, optimizer, workers=4, overlap_optimizer=True, seed=7, bucket_bytes=4096, faults=faults
     )
@@ -230,40 +224,35 @@ class Own(optim.SGD):
     """Known to nobody."""
 
 
+def hooked(parameters):
+    optimizer = optim.SGD(parameters)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+PLAIN = {"model": nn.Linear(3, 2), "kind": optim.SGD}
 REFUSED = {
-    "a scaler": ({"scaler": torch.amp.GradScaler("cpu")}, optim.SGD, "a scaler checks all gradients before"),
-    "clipping": ({"clip_grad_norm": 1.5}, optim.SGD, r"clip_grad_norm=1\.5 needs the norm of all gradients"),
-    "another optimizer": ({}, Own, "only plain SGD, Adam, AdamW, Adagrad, RMSprop .* got Own"),
+    "a scaler": ({"scaler": torch.amp.GradScaler("cpu")}, "a scaler checks all gradients before"),
+    "clipping": ({"clip_grad_norm": 1.5}, r"clip_grad_norm=1\.5 needs the norm of all gradients"),
+    "another optimizer": ({"kind": Own}, "only plain SGD, Adam, AdamW, Adagrad, RMSprop .* got Own"),
+    "one with hooks": ({"kind": hooked}, "got SGD with hooks, or a step of its own"),
+    "a model that is split": ({"model": holdfast.Sharded(nn.Linear(3, 2))}, "needs a replicated model, got a Sharded"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_needs_all_sums_first_is_refused(what):
-    arguments, kind, message = REFUSED[what]
-    model = nn.Linear(3, 2)
+    given, message = REFUSED[what]
+    arguments = PLAIN | given
+    model, kind = arguments.pop("model"), arguments.pop("kind")
+    optimizer = kind(model.parameters()) if isinstance(model, nn.Module) else kind
 
-    with pytest.raises(
-        ConfigError, match=f"overlap_optimizer runs the optimizer before all sums are known, but {message}"
-    ):
-        holdfast.Session(model, kind(model.parameters()), overlap_optimizer=True, **arguments)
-
-
-def test_hooks_of_an_optimizer_are_refused():
-    model = nn.Linear(3, 2)
-    optimizer = optim.SGD(model.parameters())
-    optimizer.register_step_post_hook(lambda *_: None)
-
-    with pytest.raises(ConfigError, match="got SGD with hooks, or a step of its own"):
-        holdfast.Session(model, optimizer, overlap_optimizer=True)
-
-
-def test_a_model_that_is_split_is_refused():
-    with pytest.raises(ConfigError, match="overlap_optimizer needs a replicated model, got a Sharded"):
-        holdfast.Session(holdfast.Sharded(nn.Linear(3, 2)), optim.SGD, overlap_optimizer=True)
+    with pytest.raises(ConfigError, match=f"overlap_optimizer .*{message}"):
+        holdfast.Session(model, optimizer, overlap_optimizer=True, **arguments)
 
 
 def test_the_report_says_what_undo_took(tmp_path):
-    faults = plan("kill:rank=1,step=4,phase=allreduce,bucket=1")
+    faults = planned.faults("kill:rank=1,step=4,phase=allreduce,bucket=1")
     session, _ = train_branches("adam", overlap_optimizer=True, faults=faults, run_dir=str(tmp_path))
 
     report = build_report(read_run(tmp_path), started=range(3), wall_s=1.0, seed=0)

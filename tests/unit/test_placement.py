@@ -49,8 +49,8 @@ def homes_with(chains, mirrors) -> Placement:
 
 
 @given(histories())
-def test_the_living_fill_every_place_of_every_chain_and_hold_every_part_as_often_as_asked(given_history):
-    shape, history = given_history
+def test_the_living_fill_every_place_and_hold_every_part_as_often_as_asked_and_nothing_changes_without_a_reason(drawn):
+    shape, history = drawn
     members = history[-1]
 
     homes = homes_after(shape, history)
@@ -65,100 +65,61 @@ def test_the_living_fill_every_place_of_every_chain_and_hold_every_part_as_often
         assert not set(computing) & set(homes.mirrors[part])
         assert not (homes.mirrors if shape.lazy else homes.backups)[part]
     assert homes.lost(members) == ()
-
-
-@given(histories())
-def test_with_workers_enough_nobody_computes_in_two_places_and_with_too_few_nobody_is_idle(given_history):
-    shape, history = given_history
-    members = history[-1]
-
-    places = [rank for chain in homes_after(shape, history).chains for rank in chain]
-
-    assert len(set(places)) == min(len(members), len(places))
-
-
-@given(histories())
-def test_nothing_changes_where_nobody_came_or_died(given_history):
-    shape, history = given_history
-    homes = homes_after(shape, history)
-
-    assert next_placement(shape, homes, history[-1]) == homes
-    assert transfers(homes, homes, history[-1]) == ()
-
-
-@given(shapes, groups)
-def test_a_job_that_begins_has_homes_that_are_those_of_its_members_and_stay(shape, members):
-    homes = initial_placement(shape, members)
-
-    assert homes == initial_placement(shape, tuple(members))
+    places = [rank for chain in homes.chains for rank in chain]
+    assert len(set(places)) == min(len(members), len(places)), "none computes twice, or none is idle"
     assert next_placement(shape, homes, members) == homes
+    assert transfers(homes, homes, members) == ()
+    assert Placement.from_json(homes.to_json()) == homes
+    assert initial_placement(shape, members) == initial_placement(shape, tuple(members))
 
 
 # -- what is given
 
 
 @given(histories())
-def test_what_was_given_and_what_was_held_is_what_is_to_be_held(given_history):
-    shape, history = given_history
-    before = homes_after(shape, history[:-1] or history)
+def test_what_was_given_restored_and_held_is_what_is_to_be_held(drawn):
+    shape, history = drawn
     members = history[-1]
+    before = homes_after(shape, history[:-1]) if len(history) > 1 else initial_placement(shape, [99])
     after = next_placement(shape, before, members)
 
-    given_parts = transfers(before, after, members)
+    lost, moved = before.lost(members), transfers(before, after, members)
 
-    assert len(set(given_parts)) == len(given_parts)
-    for gift in given_parts:
+    assert lost == tuple(p for p in range(shape.parts) if not any(rank in members for rank in before.holders(p)))
+    assert len(set(moved)) == len(moved)
+    for gift in moved:
+        assert gift.part not in lost
         assert gift.giver in before.holders(gift.part)
         assert gift.taker not in before.holders(gift.part)
         assert {gift.giver, gift.taker} <= set(members)
     for part in range(shape.parts):
-        takers = {gift.taker for gift in given_parts if gift.part == part}
-        has_it = set() if part in before.lost(members) else set(before.holders(part)) & set(members) | takers
-        assert set(after.holders(part)) <= has_it or part in before.lost(members)
+        takers = {gift.taker for gift in moved if gift.part == part}
+        has_it = set() if part in lost else set(before.holders(part)) & set(members) | takers
+        assert set(after.holders(part)) <= has_it or part in lost
         assert takers <= set(after.holders(part))
+    restored = restorations(before, after, members)
+    assert tuple(restoration.part for restoration in restored) == lost
+    for restoration in restored:
+        backups = set(before.backups[restoration.part])
+        assert restoration.restorer in members
+        assert {restoration.restorer, *restoration.takers} >= set(after.holders(restoration.part))
+        assert restoration.restorer in backups or not backups & set(members)
 
 
 @given(shapes, groups, st.data())
-def test_a_death_has_only_parts_given_that_the_dead_held(shape, members, data):
+def test_a_death_has_only_parts_given_that_the_dead_held_and_fewer_deaths_than_copies_lose_none(shape, members, data):
     survivors = sorted(data.draw(st.sets(st.sampled_from(members), min_size=1)))
     before = initial_placement(shape, members)
 
-    given_parts = transfers(before, next_placement(shape, before, survivors), survivors)
+    moved = transfers(before, next_placement(shape, before, survivors), survivors)
 
-    for gift in given_parts:
+    for gift in moved:
         assert not set(before.holders(gift.part)) <= set(survivors)
     for part in range(shape.parts):
         dead_holders = set(before.holders(part)) - set(survivors)
-        assert sum(gift.part == part for gift in given_parts) <= len(dead_holders)
-
-
-@given(histories())
-def test_parts_that_nobody_alive_holds_are_lost_and_not_given(given_history):
-    shape, history = given_history
-    before = homes_after(shape, history[:-1] or history)
-    members = history[-1]
-
-    lost = before.lost(members)
-
-    assert lost == tuple(p for p in range(shape.parts) if not any(rank in members for rank in before.holders(p)))
-    assert {gift.part for gift in transfers(before, next_placement(shape, before, members), members)}.isdisjoint(lost)
-
-
-@given(shapes.filter(lambda shape: not shape.lazy), groups)
-def test_no_part_is_lost_to_fewer_deaths_than_there_are_copies(shape, members):
-    homes = initial_placement(shape, members)
-    copies = shape.copies_of(len(members))
-
-    for part in range(shape.parts):
-        dead = homes.holders(part)[: copies - 1]
-        assert homes.lost([rank for rank in members if rank not in dead]) == ()
-
-
-@given(histories())
-def test_homes_survive_a_message(given_history):
-    homes = homes_after(*given_history)
-
-    assert Placement.from_json(homes.to_json()) == homes
+        assert sum(gift.part == part for gift in moved) <= len(dead_holders)
+        dead = before.holders(part)[: shape.copies_of(len(members)) - 1]
+        assert shape.lazy or before.lost([rank for rank in members if rank not in dead]) == ()
 
 
 # -- who takes over, by example
@@ -256,26 +217,6 @@ def test_who_has_been_a_backup_for_longest_restores_and_without_one_who_takes_ov
     assert restorations(alone, next_placement(PlacementShape(parts=2, chains=1, copies=1), alone, [0]), [0]) == (
         Restoration(1, 0, ()),
     )
-
-
-@given(histories())
-def test_every_part_that_is_lost_is_restored_by_one_of_the_living_and_comes_to_all_who_are_to_hold_it(given_history):
-    shape, history = given_history
-    before, members = (
-        homes_after(shape, history[:-1]) if len(history) > 1 else initial_placement(shape, [99]),
-        history[-1],
-    )
-
-    after = next_placement(shape, before, members)
-
-    found = restorations(before, after, members)
-    assert tuple(restoration.part for restoration in found) == before.lost(members)
-    for restoration in found:
-        assert restoration.restorer in members
-        assert {restoration.restorer, *restoration.takers} >= set(after.holders(restoration.part))
-        assert restoration.restorer in before.backups[restoration.part] or not set(
-            before.backups[restoration.part]
-        ) & set(members)
 
 
 def test_with_fewer_workers_than_parts_each_computes_neighbours():

@@ -13,9 +13,10 @@ import numpy
 import pytest
 import torch
 from train_kinds import train
+from usual_records import started
 
 from holdfast.config import Settings
-from holdfast.records.types import RunStarted, WorkerRefused
+from holdfast.records.types import WorkerRefused
 from holdfast.state import platform_check
 from holdfast.state.context import JobContext, LiveSettings, PlatformState
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
@@ -47,11 +48,6 @@ def test_a_worker_that_may_open_no_file_does_not_claim_another_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("kinds", "what", "advice"),
     [
-        (
-            {0: AVX512, 1: AVX512, 3: AVX2},
-            "worker 3 has CPU capability AVX2, the others AVX512",
-            "set ATEN_CPU_CAPABILITY=avx2 everywhere",
-        ),
         (
             {0: AVX2, 1: AVX512, 2: AVX512},  # the most say what is usual, not the first
             "worker 0 has CPU capability AVX2, the others AVX512",
@@ -203,13 +199,8 @@ def test_workers_know_that_platforms_differ_whatever_is_promised(settings, their
 # -- the report
 
 
-def started(rank, kind, given_up=""):
-    """The record of a worker of a kind."""
-    return RunStarted(
-        t_s=0.0, rank=rank, step=0, fabric="gloo", strategy="rollback", seed=0, workers=2, slices=2, order="fold",
-        split="slices", batch="global", rescale="survivors", steps_planned=1, samples_planned=1, num_buckets=1,
-        parameters=1, platform=kind, given_up=given_up,
-    )  # fmt: skip
+def of(rank, platform, **fields):
+    return started(rank, workers=2, platform=platform, **fields)
 
 
 def kinds_of(*records):
@@ -220,13 +211,13 @@ def kinds_of(*records):
 def test_the_report_says_what_was_given_up_and_who_was_refused():
     refused = WorkerRefused(t_s=1.0, rank=2, step=-1, why="worker 2 has", platform=AVX2)
 
-    found = kinds_of(started(0, AVX512), started(1, AVX2, "not exact: so"), refused)
+    found = kinds_of(of(0, AVX512), of(1, AVX2, given_up="not exact: so"), refused)
 
     assert found["of"] == [{"ranks": [0], "platform": AVX512}, {"ranks": [1], "platform": AVX2}]
     assert found["given_up"] == "not exact: so"
     assert found["refused"] == [{"rank": 2, "t_s": 1.0, "why": "worker 2 has"}]
-    assert kinds_of(started(0, AVX512), started(1, AVX512))["given_up"] == ""
-    assert kinds_of(started(0, {})) is None
+    assert kinds_of(of(0, AVX512), of(1, AVX512))["given_up"] == ""
+    assert kinds_of(of(0, {})) is None
 
 
 def test_going_on_from_a_checkpoint_of_another_kind_is_said_and_written_down(tmp_path, monkeypatch, capsys):

@@ -66,20 +66,9 @@ def test_after_the_limit_the_dead_are_not_replaced():
         births.died(rank, 100.0 * rank)
 
     assert births.due(1000.0) == [4, 5]
-
-
-def test_without_a_limit_nobody_is_replaced():
-    births = WorkerPopulation(0, 4)
-    births.died(1, 1.0)
-
-    assert births.due(100.0) == []
-
-
-def test_scaling_up_starts_those_who_are_missing_at_once_and_needs_no_limit():
-    births = WorkerPopulation(0, 4)
-
-    assert births.scale([0, 1, 2, 3], 6, 5.0) == []
-    assert births.due(5.0) == [4, 5]
+    unlimited = WorkerPopulation(0, 4)
+    unlimited.died(1, 1.0)
+    assert unlimited.due(100.0) == [], "without a limit none is"
 
 
 def test_scaling_up_counts_those_who_are_about_to_be_started():
@@ -90,14 +79,6 @@ def test_scaling_up_counts_those_who_are_about_to_be_started():
     assert births.due(5.0) == [4, 5]
 
 
-def test_scaling_down_tells_the_highest_to_leave_each_once():
-    births = WorkerPopulation(0, 4)
-
-    assert births.scale([3, 1, 0, 2], 2, 5.0) == [2, 3]
-    assert births.scale([0, 1, 2, 3], 2, 5.0) == []
-    assert births.scale([0, 1, 2, 3], 1, 5.0) == [1]
-
-
 def test_scaling_down_first_gives_up_those_who_are_not_started_yet():
     births = WorkerPopulation(5, 4)
     births.scale([0, 1, 2, 3], 6, 5.0)
@@ -106,9 +87,10 @@ def test_scaling_down_first_gives_up_those_who_are_not_started_yet():
     assert births.due(100.0) == []
 
 
-def test_scaling_up_again_does_not_count_those_who_are_leaving():
+def test_scaling_up_again_does_not_count_those_who_are_leaving_and_needs_no_limit():
     births = WorkerPopulation(0, 4)
-    births.scale([0, 1, 2, 3], 2, 5.0)
+    assert births.scale([3, 1, 0, 2], 2, 5.0) == [2, 3], "the highest are told to leave"
+    assert births.scale([0, 1, 2, 3], 2, 5.0) == [], "each once"
 
     assert births.scale([0, 1, 2, 3], 4, 6.0) == []
     assert births.due(6.0) == [4, 5]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import planned
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.faults.kinds import parse
-from holdfast.faults.plan import FaultPlan
 from holdfast.models.training_state import model_sha256
 from holdfast.session import gradient_hook
 
@@ -44,7 +43,7 @@ def net(seed=0):
 
 
 def settings(*faults, **more):
-    return VIRTUAL | ({"faults": FaultPlan(tuple(map(parse, faults))).to_json()} if faults else {}) | more
+    return VIRTUAL | {"faults": planned.faults(*faults)} | more
 
 
 def loader(**options):
@@ -83,25 +82,17 @@ def session_loop(*faults, epochs=2, clip=None):
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_the_bits_are_those_of_a_session(clip):
-    sha, metrics, _, scheduler = plain_loop(clip=clip)
+def test_the_bits_are_those_of_a_session_and_deaths_change_none(clip):
     expected, theirs = session_loop(clip=clip)
+    sha, metrics, _, scheduler = plain_loop(clip=clip)
+    killed, its, batches, _ = plain_loop(*DEATHS, clip=clip)
 
-    assert sha == expected
+    assert sha == killed == expected
     assert metrics["loss"] == theirs["loss"]
     assert metrics["correct"] == 1
+    assert its == metrics
+    assert (batches.session.world_size, batches.step) == (1, 16)
     assert scheduler.get_last_lr() == [pytest.approx(0.05 * 0.7**5)], "16 steps, not the 64 iterations of the loop"
-
-
-@pytest.mark.parametrize("clip", [None, 0.3])
-def test_deaths_change_no_bit(clip):
-    undisturbed, metrics, batches, _ = plain_loop(clip=clip)
-    killed, theirs, after, scheduler = plain_loop(*DEATHS, clip=clip)
-
-    assert killed == undisturbed
-    assert theirs == metrics
-    assert (after.session.world_size, after.step, batches.step) == (1, 16, 16)
-    assert scheduler.last_epoch == 16
 
 
 def test_gradients_in_the_loop_are_those_of_the_mini_batch_and_only_where_the_step_is_committed():
@@ -241,16 +232,6 @@ def test_accumulation_divides_what_the_loss_was_multiplied_by():
         return model_sha256(model), batches.metrics["loss"]
 
     assert train(4) == train(1)
-
-
-def test_it_resumes_where_it_stopped(tmp_path):
-    def train(*faults, **more):
-        return plain_loop(*faults, epochs=3, checkpoint_dir=str(tmp_path / "ckpt"), checkpoint_every=5, **more)[0]
-
-    undisturbed = plain_loop(epochs=3)[0]
-    with pytest.raises(SystemExit):
-        train(stop_after=12)
-    assert train(*DEATHS[2:], resume=True) == undisturbed
 
 
 def start():

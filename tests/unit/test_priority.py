@@ -15,7 +15,6 @@ from holdfast.checkpoint.priority_codec import CODECS
 from holdfast.errors import ConfigError
 from holdfast.setting_choices import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_DISTANCES, MIRROR_PREDICTORS
 
-FRACTIONS = [1, 1 / 2, 1 / 4, 1 / 8]
 EVERY = 16
 
 
@@ -65,7 +64,7 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("choice", ["priority", "round-robin", "random"])
-@pytest.mark.parametrize("fraction", [*FRACTIONS, 0.3, 0.9])
+@pytest.mark.parametrize("fraction", [1, 1 / 4, 1 / 8, 0.3])
 def test_over_any_c_steps_as_many_bytes_are_saved_as_there_are_whatever_the_fraction(fraction, choice, sizes):
     rows = [numbers(50, 3), numbers(50, 2, seed=1)]
     saving = PriorityPolicy(every=EVERY, fraction=fraction, choice=choice)
@@ -139,7 +138,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("count", [0, 1, 60, 2500, 9000, 20_000, 30_000])
+@pytest.mark.parametrize("count", [1, 2500, 30_000])
 def test_of_many_blocks_those_are_taken_that_sorting_all_would_take(count, score):
     scores = score(torch.arange(20_000), torch.rand(20_000, generator=torch.Generator().manual_seed(count)))
     allowed = torch.where(scores.isfinite(), scores, -1)
@@ -152,9 +151,8 @@ def test_of_many_blocks_those_are_taken_that_sorting_all_would_take(count, score
 
 def test_a_distance_of_your_own_decides():
     rows = [torch.zeros(4, 2)]
-    running = RunningCheckpoint(
-        rows, PriorityPolicy(every=4, fraction=1 / 4), distance=lambda a, b: (a[:, 0] - b[:, 0]).abs()
-    )
+    first = lambda a, b: (a[:, 0] - b[:, 0]).abs()  # noqa: E731
+    running = RunningCheckpoint(rows, PriorityPolicy(every=4, fraction=1 / 4), distance=first)
     rows[0][:] = torch.tensor([[0.0, 9], [1, 0], [2, 0], [0, 9]])
 
     assert running.save(rows, 1).blocks.tolist() == [2]
@@ -165,14 +163,13 @@ def test_a_scaled_distance_counts_every_tensor_in_its_own_unit():
     changes = ((0, 1, 0.0004), (0, 2, 0.0008), (1, 4, 500.0), (1, 5, 900.0))
     chosen = {}
     for distance in DISTANCES:
+        saving = PriorityPolicy(every=6, fraction=1 / 3, distance=distance)
         rows = [small.clone(), large.clone()]
-        running = RunningCheckpoint(rows, PriorityPolicy(every=6, fraction=1 / 3, distance=distance))
+        running = RunningCheckpoint(rows, saving)
         for which, block, change in changes:
             rows[which][block] += change
         rows.append(torch.zeros(6, 2))  # as an optimizer keeps it that has not moved yet: no unit can be told
-        whole = RunningCheckpoint(
-            [small, large, torch.zeros(6, 2)], PriorityPolicy(every=6, fraction=1 / 3, distance=distance)
-        )
+        whole = RunningCheckpoint([small, large, torch.zeros(6, 2)], saving)
         chosen[distance] = running.save(rows[:2], 2).blocks.tolist()
         assert whole.save(rows, 2).blocks.tolist() == chosen[distance]
 
@@ -215,8 +212,7 @@ def test_a_random_choice_is_a_function_of_seed_and_step_alone():
 
 @pytest.mark.parametrize("codec", ["exact", "int8"])
 @pytest.mark.parametrize("choice", ["priority", "round-robin", "random"])
-@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("which", "bad"), [(0, torch.nan), (1, -torch.inf)])
 def test_a_block_that_is_no_number_any_more_is_not_saved_and_the_next_has_its_place(which, bad, choice, codec):
     rows = [numbers(64, 4), numbers(64, 4, seed=1)]
     running = RunningCheckpoint(rows, PriorityPolicy(every=8, fraction=1 / 8, choice=choice, codec=codec))
@@ -399,24 +395,24 @@ def same(a, b):
     )
 
 
-@pytest.mark.parametrize(("choice", "predictor", "codec"), POLICIES)
-def test_a_peer_is_equal_bit_for_bit_after_two_hundred_saves(choice, predictor, codec):
+@pytest.mark.parametrize(("choice", "predictor", "codec"), [("priority", "line", "int8"), *POLICIES[-2:]])
+def test_a_peer_is_equal_bit_for_bit_after_many_saves(choice, predictor, codec):
     sizes = torch.randint(1, 500, (60,), generator=torch.Generator().manual_seed(5))
     rows = [numbers(60, 16), numbers(60, 16, seed=1), numbers(60, 5, seed=2, dtype=torch.float16)]
     saving = PriorityPolicy(fraction=1 / 16, choice=choice, predictor=predictor, codec=codec)
     owner, peer = (RunningCheckpoint(rows, saving, block_bytes=sizes) for _ in range(2))
 
     shares = set()
-    for number, saved in enumerate(walk(owner, rows, 200)):
+    for number, saved in enumerate(walk(owner, rows, 60)):
         peer.put(saved)
         shares.add(saved.share)
-        if number in (0, 60, 199):
+        if number in (0, 20, 59):
             assert same(owner, peer)
 
-    assert number == 199
-    assert (len(shares) > 10) == (predictor == "calibrated")
-    heir = peer.save(rows, 201)  # it goes on as the owner would have
-    assert torch.equal(heir.blocks, owner.save(rows, 201).blocks)
+    assert number == 59
+    assert (len(shares) > 4) == (predictor == "calibrated")
+    heir = peer.save(rows, 61)  # it goes on as the owner would have
+    assert torch.equal(heir.blocks, owner.save(rows, 61).blocks)
 
 
 @pytest.mark.parametrize("predictor", ["last", "line"])
@@ -427,9 +423,8 @@ def test_it_does_not_matter_how_many_blocks_are_computed_at_a_time(codec, predic
         monkeypatch.setattr(running_codec, "CHUNK_NUMBERS", chunk)
         rows = [numbers(60, 16), numbers(60, 5, seed=1, dtype=torch.float16).abs(), numbers(60, 3, seed=2).abs()]
         rows[2][50:] *= -1  # only the last piece has a number that is negative
-        running = RunningCheckpoint(
-            [row / 2 for row in rows], PriorityPolicy(every=4, predictor=predictor, codec=codec)
-        )
+        saving = PriorityPolicy(every=4, predictor=predictor, codec=codec)
+        running = RunningCheckpoint([row / 2 for row in rows], saving)
         for step in range(1, 6):
             rows[0] += numbers(60, 16, seed=10 + step)
             running.save(rows, step)
@@ -499,9 +494,8 @@ def test_a_save_that_is_out_of_order_or_of_something_else_is_refused():
     running, other = RunningCheckpoint(rows, PriorityPolicy(every=1)), RunningCheckpoint(rows, PriorityPolicy(every=2))
     saved = running.save(rows, 4)
 
-    with pytest.raises(
-        ConfigError, match="a save of step 4 must come after the last one, which is of step 4; to roll back"
-    ):
+    late = "a save of step 4 must come after the last one, which is of step 4; to roll back"
+    with pytest.raises(ConfigError, match=late):
         running.put(saved)
     with pytest.raises(ConfigError, match=r"rows must have .*\(6, 2\).*got .*\(6, 3\)"):
         running.save([numbers(6, 3)], 5)

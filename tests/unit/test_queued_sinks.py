@@ -5,13 +5,10 @@ import threading
 import time
 
 import pytest
+from usual_records import committed as step
 
 from holdfast.records.queued import NotTaken, QueuedSink, SinkCount, close_all
-from holdfast.records.types import Left, StepCommitted
-
-
-def step(number):
-    return StepCommitted(t_s=float(number), rank=0, step=number, epoch=0, samples=1, workers=1, metrics={})
+from holdfast.records.types import Left
 
 
 def left(number):

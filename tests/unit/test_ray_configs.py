@@ -44,15 +44,11 @@ def test_the_configurations_of_ray_are_read_as_they_are():
         accelerator_type="T4",
         **idle,
     )
+    saving = SimpleNamespace(num_to_keep=3, checkpoint_score_attribute=None)
     run = SimpleNamespace(
-        name="digits",
-        storage_path="/shared/",
-        storage_filesystem=None,
-        callbacks=[],
-        failure_config=SimpleNamespace(max_failures=-1),
-        checkpoint_config=SimpleNamespace(num_to_keep=3, checkpoint_score_attribute=None),
-        worker_runtime_env={"env_vars": {"A": "1"}},
-    )
+        name="digits", storage_path="/shared/", storage_filesystem=None, callbacks=[], checkpoint_config=saving,
+        failure_config=SimpleNamespace(max_failures=-1), worker_runtime_env={"env_vars": {"A": "1"}},
+    )  # fmt: skip
 
     assert read_scaling(scaling, 1).bundle == {"CPU": 1.0, "accelerator_type:T4": 0.001}
     found = read_run(run)

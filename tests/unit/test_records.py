@@ -1,18 +1,16 @@
 """The beacon, the pulse of an interpreter, records on a full disk, and the stamps of records."""
 
-import inspect
-import re
 import subprocess
 import sys
-import time
 
 import pytest
+from lock_holders import wait_for
 from small_disk import fill, small_disk
 
 from holdfast.comm.waiting import WaitContext
 from holdfast.errors import InternalError
 from holdfast.faults.plan import Fault
-from holdfast.records.beacon import PHASES, Beacon, BeaconPosition, NoBeacon, Pulse
+from holdfast.records.beacon import PHASES, Beacon, BeaconPosition, Pulse
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.logger import Logger
@@ -124,26 +122,6 @@ def test_what_a_worker_takes_to_compute_is_the_median_over_its_last_steps(tmp_pa
     assert said[-1] == 2.0
 
 
-def test_no_beacon_takes_all_that_a_beacon_is_told_and_keeps_none_of_it(tmp_path):
-    def told(kind):
-        return {name: inspect.signature(way) for name, way in vars(kind).items() if re.match(r"publish_|mark$", name)}
-
-    beacon = NoBeacon()
-
-    said = [
-        beacon.mark("forward", 0, 1, [2]),
-        beacon.publish_busy(busy=True),
-        beacon.publish_waits(True),
-        beacon.publish_recovered(in_vain=True),
-        beacon.publish_computed(1.0),
-    ]
-
-    assert told(NoBeacon) == told(Beacon)
-    assert len(said) == len(told(Beacon))
-    assert set(said) == {None}
-    assert vars(beacon) == {}
-
-
 def test_waiting_is_said_once_however_deep():
     waiting, said = WaitContext(), []
     with waiting:
@@ -166,7 +144,7 @@ def test_an_interpreter_that_runs_has_a_pulse(tmp_path):
     beacon.mark("forward", 0)
     Pulse(beacon, 0.01)
 
-    wait_until(lambda: Beacon.read(tmp_path / "beacon").pulse > 5)
+    wait_for(lambda: Beacon.read(tmp_path / "beacon").pulse > 5)
 
 
 STUCK_FOR_A_WHILE = """
@@ -219,13 +197,6 @@ def test_who_is_ended_ends_as_it_is_said(kind, exit_code):
     )  # fmt: skip
 
     assert (done.returncode, done.stdout) == (exit_code, "before\n")
-
-
-def wait_until(ready):
-    ends_s = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
 
 
 def test_recoveries_in_vain_are_counted_until_members_change_or_a_step_is_applied(tmp_path):

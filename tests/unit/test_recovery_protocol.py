@@ -122,20 +122,6 @@ def test_a_step_is_computed_summed_closed_and_applied():
     assert protocol.progress == Progress(32, computed=False)
 
 
-def test_a_step_is_published_with_the_first_bucket_of_the_next():
-    play(
-        Protocol(Rollback(), 1),
-        BEGIN,
-        [
-            (BucketReduced(), [Publish(-1), VoteStep(0)]),
-            (StepVoted(), [ApplyStep(0)]),
-            (StepApplied(), [ComputeStep(1)]),
-            (Computed(), [ReduceBucket(1, 0)]),
-            (BucketReduced(), [Publish(0), VoteStep(1)]),
-        ],
-    )
-
-
 def test_nobody_leaves_but_through_two_agreements():
     protocol = play(
         Protocol(Rollback(), 2),
@@ -191,23 +177,6 @@ def test_a_failed_sum_is_answered_by_the_five_parts_of_recovery():
     )
 
 
-@pytest.mark.parametrize("value", [YES, NO])
-def test_the_first_agreement_only_says_that_all_have_heard(value):
-    play(Protocol(Rollback(), 2), BEGIN, [(PeerLost(), [Revoke()]), (Revoked(), [AGREE_0]), (value, [Shrink()])])
-
-
-def test_an_agreement_that_failed_is_not_followed_by_a_revoke():
-    mine = Progress(0, computed=True)
-
-    for until in range(1, 4):  # the fence, the confirmation, then a fence again
-        protocol = play(Protocol(Rollback(), 2), BEGIN, recovery(mine)[:4])
-        if until > 1:
-            play(protocol, recovery(mine)[4:], news(0, 0))
-        if until > 2:
-            play(protocol, [(NO, [Shrink()]), (Shrunk(), [AGREE_1])])
-        play(protocol, recovery(mine, told=True), news(0, 0), [(YES, [DiscardStep(0)])])
-
-
 def test_a_gate_that_failed_is_not_followed_by_a_revoke():
     at_the_gate = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:-1], [(DataExhausted(), [AGREE_1])])
     at_the_last = play(copy.copy(at_the_gate), [(YES, [Publish(0), AGREE_1])])
@@ -225,12 +194,6 @@ def test_a_gate_that_failed_is_not_followed_by_a_revoke():
                 (YES, [Leave()]),
             ],
         )
-
-
-def test_a_death_while_progress_is_shared_begins_recovery_anew():
-    mine = Progress(0, computed=True)
-
-    play(Protocol(Rollback(), 2), BEGIN, recovery(mine), recovery(mine), news(0, 0), [(YES, [DiscardStep(0)])])
 
 
 def test_whoever_did_not_close_a_step_that_somebody_closed_applies_it_now():
@@ -262,31 +225,6 @@ def test_forward_hands_over_the_bucket_that_only_some_hold_and_goes_on():
     assert behind.key() == ahead.key()
 
 
-def test_forward_goes_on_at_the_sum_that_failed_everywhere():
-    protocol = play(Protocol(Forward(), 2), BEGIN, STEP_0[:1])
-
-    play(protocol, recovery(Progress(1, computed=True)), news(1, 1), [(YES, [ReduceBucket(0, 1)])])
-
-
-def test_a_first_bucket_that_was_handed_over_makes_the_step_before_stable_too():
-    protocol = play(Protocol(Forward(), 2), BEGIN, STEP_0)
-
-    play(
-        protocol,
-        recovery(Progress(3, computed=True)),
-        news(3, 4),
-        [(YES, [HandOver(1, 0, 1)]), (HandedOver(1, 0), [Publish(0), ReduceBucket(1, 1)])],
-    )
-
-
-def test_a_hand_over_that_fails_leaves_the_receiver_where_it_was():
-    protocol = play(Protocol(Forward(), 2), BEGIN, STEP_0[:1])
-    play(protocol, recovery(Progress(1, computed=True)), news(1, 2), [(YES, [HandOver(0, 1, 1)])])
-
-    play(protocol, recovery(Progress(1, computed=True)))  # rank 1 died with the bucket
-    play(protocol, news(1), [(YES, [ReduceBucket(0, 1)])])
-
-
 def test_restart_says_that_it_loads_before_it_loads():
     protocol = play(Protocol(Restart(), 2), BEGIN, STEP_0)
     play(protocol, recovery(Progress(3, computed=True)), news(3, 3), [(YES, [LoadCheckpoint()])])
@@ -296,28 +234,6 @@ def test_restart_says_that_it_loads_before_it_loads():
 
     play(protocol, recovery(Progress(LOADING, computed=False)), news(LOADING, 0), [(YES, [LoadCheckpoint()])])
     play(protocol, [(CheckpointLoaded(0), [ComputeStep(0)])])
-
-
-def test_restart_finishes_a_step_that_somebody_closed_before_it_loads():
-    protocol = play(Protocol(Restart(), 2), BEGIN, STEP_0[:2])
-
-    play(
-        protocol,
-        recovery(Progress(2, computed=True)),
-        news(2, 3),
-        [(YES, [ApplyStep(0)]), (StepApplied(), [LoadCheckpoint()]), (CheckpointLoaded(1), [ComputeStep(1)])],
-    )
-
-
-def test_a_death_while_the_first_checkpoint_loads_makes_everybody_load_again():
-    protocol = play(Protocol(Rollback(), 2), BEGIN)
-
-    play(
-        protocol,
-        recovery(Progress(0, computed=True)),
-        news(0, LOADING),
-        [(YES, [LoadCheckpoint()]), (CheckpointLoaded(0), [ComputeStep(0)])],
-    )
 
 
 def test_too_few_workers_save_and_leave_through_the_gate():
@@ -367,68 +283,10 @@ def test_a_newcomer_begins_like_the_others_once_all_know_that_it_has_their_state
     assert giver.key() == newcomer.key()
 
 
-def test_a_newcomer_says_that_it_has_no_state_until_it_is_installed():
-    newcomer = play(Protocol(Rollback(), 2), COMING, newcomer_known(3, 3, JOINING))
-    empty = Progress(JOINING, computed=False)
-    assert newcomer.progress == empty
-
-    play(newcomer, WELCOME[:1], recovery(empty), newcomer_known(3, 3, JOINING))  # a death while it was welcomed
-    play(newcomer, WELCOME, recovery(empty, told=True))  # and one before all had agreed
-    assert newcomer.progress == empty
-
-    play(newcomer, newcomer_known(3, 3, JOINING), WELCOME, [(YES, [AdoptState(1)])])
-    assert newcomer.progress == Progress(3, computed=False)
-
-
-def test_a_giver_gives_again_until_all_have_agreed():
-    giver = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING, newcomer_known(3, 3, JOINING), WELCOME)
-
-    play(giver, recovery(Progress(3, computed=False), told=True), newcomer_known(3, 3, JOINING), WELCOME)
-
-
-def test_who_missed_that_members_change_is_met_in_its_recovery():
-    """Nobody is admitted then: the same agreement and the same shrink, and the strategy decides."""
-    heard = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING)
-    missed = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:2], recovery(Progress(2, computed=True)))
-    then: Table = [(Done(), [ComputeStep(1)])]
-
-    play(heard, news(3, 2), [(YES, [DiscardStep(1)])], then)
-    play(missed, news(3, 2), [(YES, [ApplyStep(0)]), (StepApplied(), [DiscardStep(1)])], then)
-
-    assert heard.key() == missed.key()
-
-
-@pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
-def test_where_somebody_left_and_nothing_failed_all_go_on_as_they_are(kind):
-    calm = Progress(3, computed=False, flags=Note.PLANNED)
-
-    play(
-        Protocol(kind(), 2),
-        BEGIN,
-        STEP_0[:3],
-        MEETING,
-        [(ProgressKnown({0: calm, 2: calm}, 2), [AGREE_1]), (YES, [ComputeStep(1)])],
-    )
-
-
 def test_who_leaves_the_others_says_so_in_the_shrink_and_passes_no_gate():
     protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING[:3], [(LeftGroup(), [Leave()])])
 
     assert protocol.state is ProtocolState.LEFT
-
-
-@pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
-def test_where_newcomers_do_not_make_up_for_those_who_are_gone_all_save_and_stop(kind):
-    giver = play(Protocol(kind(min_workers=4), 2), BEGIN, STEP_0[:3], MEETING)
-    newcomer = play(Protocol(kind(min_workers=4), 2), COMING)
-
-    for protocol in (giver, newcomer):
-        play(
-            protocol,
-            newcomer_known(3, 3, JOINING),
-            WELCOME,
-            [(YES, [AdoptState(1)]), (Done(), [SaveAndStop()]), (Done(), [AGREE_1])],
-        )
 
 
 def test_newcomers_that_are_left_alone_do_not_invent_a_state():
@@ -460,26 +318,6 @@ def test_changes_are_made_when_all_have_agreed_that_they_have_them():
         CHANGES,
         [(YES, [ApplyConfig()]), (Done(), [ComputeStep(1)])],
     )
-
-
-def test_changes_that_not_all_have_are_taken_again_after_recovery():
-    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:4])
-    mine = Progress(3, computed=False)
-    again: Table = [(YES, [DiscardStep(1)]), (Done(), [ComputeStep(1)])]
-
-    play(protocol, CHANGES[:1], recovery(mine), news(3, 3, computed=False), again)
-    play(protocol, CHANGES, recovery(mine, told=True), news(3, 3, computed=False), again)
-    play(protocol, CHANGES, [(YES, [ApplyConfig()])])
-
-
-def test_another_strategy_decides_from_then_on():
-    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0)
-    before = protocol.key()
-
-    protocol.set_strategy(Restart())
-
-    assert protocol.key() != before
-    play(protocol, recovery(Progress(3, computed=True)), news(3, 3), [(YES, [LoadCheckpoint()])])
 
 
 # -- what cannot be
@@ -574,18 +412,6 @@ def test_the_closing_sum_of_a_split_model_publishes_the_step_before():
     )
 
 
-def test_who_catches_up_publishes_what_the_closing_sum_showed_to_be_stable():
-    play(
-        Protocol(Rollback(), 0, split=True),
-        SPLIT,
-        recovery(Progress(0, computed=False)),
-        news(0, 1, computed=False, num_buckets=0),
-        [(YES, [Publish(-1), ApplyStep(0)]), (StepApplied(), [DiscardStep(1)]), (Done(), [MoveParts()])],
-        REHOMED,
-        [(Done(), [ComputeStep(1)])],
-    )
-
-
 @pytest.mark.parametrize("strategy", [Rollback(), Forward()], ids=["rollback", "forward"])
 def test_parts_of_the_dead_get_new_homes_before_the_step_is_computed_again(strategy):
     play(
@@ -597,10 +423,6 @@ def test_parts_of_the_dead_get_new_homes_before_the_step_is_computed_again(strat
         REHOMED,
         [(Done(), [ComputeStep(0)])],
     )
-
-
-def test_a_failure_while_a_split_step_is_computed_is_everybodys():
-    play(Protocol(Rollback(), 0, split=True), SPLIT[:-1], recovery(Progress(0, computed=False)))
 
 
 @pytest.mark.parametrize("strategy", [Rollback(), Forward(), Restart()], ids=["rollback", "forward", "restart"])
@@ -616,18 +438,6 @@ def test_where_a_part_is_lost_all_load_and_loading_gives_it_a_home(strategy):
 
 
 # -- copies
-
-
-def test_a_copy_goes_its_own_way():
-    one = play(Protocol(Rollback(), 2), BEGIN)
-    two = copy.copy(one)
-    assert one.key() == two.key()
-
-    play(one, STEP_0)
-
-    assert one.key() != two.key()
-    play(two, STEP_0)
-    assert one.key() == two.key()
 
 
 def test_orders_that_continue_a_step_begin_at_what_this_worker_has():

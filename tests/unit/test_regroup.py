@@ -4,8 +4,8 @@ import pytest
 
 from holdfast.engine.regroup import Regrouping
 from holdfast.errors import PeerFailed
-from holdfast.recovery.messages import Agree, Done, Progress, Revoke, ShareProgress, Shrink
-from holdfast.recovery.regroup import RegroupLine, line_after, order_of
+from holdfast.recovery.messages import Done, Progress
+from holdfast.recovery.regroup import RegroupLine
 
 MINE = Progress(7, computed=True)
 ONCE = ["revoke", "agree 0", "shrink", "agree 1", "share", "agree 1"]
@@ -41,30 +41,6 @@ class Played(Regrouping):
         if self._shares and not self._shares.pop(0):
             raise PeerFailed("somebody died")
         return Done()
-
-
-def test_the_lines_are_six_orders():
-    orders = [order_of(line, MINE) for line in RegroupLine]
-
-    agree_0, agree_1 = Agree(flag=False), Agree(flag=True)
-    assert orders == [Revoke(), agree_0, Shrink(), agree_1, ShareProgress(MINE), agree_1]
-    assert [line for line, order in zip(RegroupLine, orders, strict=True) if getattr(order, "fences", False)] == [
-        RegroupLine.FENCE
-    ]
-
-
-def test_each_line_is_followed_by_the_next_and_the_last_by_none():
-    assert [line_after(line, succeeded=True) for line in RegroupLine] == [*list(RegroupLine)[1:], None]
-
-
-def test_an_agreement_that_said_no_goes_back_to_the_shrink_and_a_sum_that_failed_to_the_revoke():
-    assert line_after(RegroupLine.FENCE, succeeded=False) is RegroupLine.SHRINK
-    assert line_after(RegroupLine.CONFIRM, succeeded=False) is RegroupLine.SHRINK
-    assert line_after(RegroupLine.SHARE, succeeded=False) is RegroupLine.REVOKE
-
-
-def test_the_first_agreement_only_says_that_all_have_heard():
-    assert line_after(RegroupLine.HEARD, succeeded=False) is RegroupLine.SHRINK
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import usual_records as usual
 
 from holdfast.errors import ConfigError
 from holdfast.observe.report_text import headline
@@ -16,15 +17,12 @@ from holdfast.records.types import (
     DeviceLost,
     FailureSeen,
     FaultFired,
-    Finished,
     JobRestarted,
     Left,
     Recovered,
-    RunStarted,
     SamplesLost,
     ScriptFailed,
     SettingChanged,
-    StepCommitted,
     StragglerSeen,
     ValuesAltered,
     WorkerEnded,
@@ -36,18 +34,13 @@ from holdfast_lab.pages.demo import checked_results, demo_rows
 
 
 def started(t_s, ranks, step=0, **settings):
-    fixed = {
-        "fabric": "virtual", "strategy": "rollback", "seed": 3, "workers": len(ranks), "slices": 4, "order": "fold",
-        "split": "slices", "batch": "global", "rescale": "survivors", "steps_planned": 10, "samples_planned": 400,
-        "num_buckets": 2, "parameters": 99,
-    }  # fmt: skip
-    return [RunStarted(t_s=t_s, rank=rank, step=step, **(fixed | settings)) for rank in ranks]
+    fixed = {"fabric": "virtual", "seed": 3, "workers": len(ranks), "steps_planned": 10, "samples_planned": 400}
+    return [usual.started(rank, t_s=t_s, step=step, **fixed | settings) for rank in ranks]
 
 
 def committed(t_s, step, rank=0, **metrics):
-    return StepCommitted(
-        t_s=t_s, rank=rank, step=step, epoch=0, samples=40, workers=4, metrics=metrics or {"loss": 1.0 - step / 10}
-    )
+    metrics = metrics or {"loss": 1.0 - step / 10}
+    return usual.committed(step, t_s=t_s, rank=rank, samples=40, workers=4, metrics=metrics)
 
 
 def fired(t_s, rank, step, phase="allreduce", kind="kill"):
@@ -59,10 +52,8 @@ def seen(t_s, rank, step, phase="allreduce"):
 
 
 def recovered(t_s, rank, step, lost, survivors, decision="redo", redone_steps=1, generation=1, **more):
-    return Recovered(
-        t_s=t_s, rank=rank, step=step, lost=lost, survivors=survivors, decision=decision, redone_steps=redone_steps,
-        generation=generation, **more,
-    )  # fmt: skip
+    how = {"decision": decision, "redone_steps": redone_steps, "generation": generation}
+    return usual.recovered(rank, t_s=t_s, step=step, lost=lost, survivors=survivors, **how, **more)
 
 
 def ended(t_s, rank, exit_code=-9, step=-1):
@@ -70,18 +61,8 @@ def ended(t_s, rank, exit_code=-9, step=-1):
 
 
 def finished(t_s, ranks, outcome="done", bits="ab", **fields):
-    numbers = {
-        "planned": 400,
-        "committed": 400,
-        "lost": 0,
-        "repeated": 0,
-        "metrics": {"accuracy": 0.9},
-        "checkpoint": "",
-    }
-    return [
-        Finished(t_s=t_s, rank=rank, step=10, outcome=outcome, sha256=bits, state_sha256=bits * 2, **(numbers | fields))
-        for rank in ranks
-    ]
+    numbers = {"sha256": bits, "state_sha256": bits * 2, "planned": 400, "committed": 400, "metrics": {"accuracy": 0.9}}
+    return [usual.finished(rank, t_s=t_s, step=10, outcome=outcome, **numbers | fields) for rank in ranks]
 
 
 def report_of(records, workers=4, **how):
@@ -120,10 +101,10 @@ def one_kill():
 
 
 def test_an_undisturbed_run_has_every_promised_key():
-    report = report_of(undisturbed())
+    report = report_of(undisturbed(), faults_not_fired=["kill:rank=1,step=99"])
 
-    assert report["schema"] == 1
-    assert report["outcome"] == "done"
+    assert (report["schema"], report["api"], report["outcome"]) == (1, "session", "done")
+    assert None not in (*report["samples"].values(), *report["replicas"].values(), report["checkpoints"])
     assert (report["fabric"], report["strategy"], report["seed"]) == ("virtual", "rollback", 3)
     assert report["workers"] == {
         "started": 4,
@@ -140,12 +121,17 @@ def test_an_undisturbed_run_has_every_promised_key():
     assert report["samples"] == {"planned": 400, "committed": 400, "lost": 0, "repeated": 0}
     assert report["replicas"] == {"identical": True, "sha256": "ab", "state_sha256": "abab"}
     assert report["metrics"] == {"loss": pytest.approx(0.1), "accuracy": 0.9}
+    assert report["faults_not_fired"] == ["kill:rank=1,step=99"]
+    assert "did not strike: kill:rank=1,step=99" in summary_lines(report)
+    assert (report["nodes"], report_of(undisturbed(), nodes=3)["nodes"]) == (1, 3)
     assert json.loads(json.dumps(report)) == report
 
 
 def test_an_injected_kill_counts_from_the_fault():
-    (failure,) = report_of(one_kill())["failures"]
+    report = report_of(one_kill())
 
+    (failure,) = report["failures"]
+    assert (report["step_s"]["p99"], report["steps_redone"]) == (pytest.approx(0.1), 1), "the pace leaves that step out"
     assert failure == {
         "rank": 1, "kind": "kill", "step": 5, "phase": "allreduce", "injected": True, "t_s": 1.55,
         "detect_s": pytest.approx(0.01), "recover_s": pytest.approx(0.10), "decision": "redo", "redone_steps": 1,
@@ -164,13 +150,6 @@ def test_a_failure_says_what_the_survivors_did_and_what_the_slowest_took():
 
     assert failure["orders"] == {"Revoke": 1, "Agree": 3, "MoveParts": 1}
     assert failure["times_s"] == {"Revoke": 0.1, "Agree": 0.7, "MoveParts": 0.5}
-
-
-def test_the_pace_leaves_out_the_step_that_was_disturbed():
-    report = report_of(one_kill())
-
-    assert report["step_s"]["p99"] == pytest.approx(0.1)
-    assert report["steps_redone"] == 1
 
 
 def test_a_commit_before_the_survivors_decided_is_not_the_recovery():
@@ -469,6 +448,8 @@ def test_a_worker_that_has_begun_another_loop_has_not_finished(later):
 
 
 def test_an_empty_run_is_a_report_too():
+    never = report_of([ended(1.0, 0, exit_code=1)])
+    assert (never["api"], never["samples"]["planned"]) == (None, None)
     report = report_of([], workers=2)
 
     assert (report["outcome"], report["steps"], report["failures"]) == ("failed", 0, [])
@@ -483,25 +464,16 @@ def test_replicas_with_other_bits_are_not_identical():
     assert report["replicas"]["identical"] is False
     assert "do not hold the same bits" in headline(report)
     assert any("REPLICAS DIFFER" in line for line in summary_lines(report))
+    records = undisturbed()
+    records[-1] = dataclasses.replace(records[-1], sha256="other")
+    assert report_of(records)["replicas"]["identical"] is False, "in the weights alone"
 
 
 def test_a_step_that_is_committed_twice_counts_once():
     report = report_of([*started(1.0, (0, 1)), committed(1.1, 0, loss=9.0), committed(1.11, 0, rank=1, loss=4.0)])
 
     assert (report["steps"], report["metrics"], report["samples"]["committed"]) == (1, {"loss": 4.0}, 40)
-
-
-def test_a_metric_that_is_not_a_number_is_null():
-    report = report_of([*started(1.0, (0,)), committed(1.1, 0, loss=float("nan"))])
-
-    assert report["metrics"] == {"loss": None}
-
-
-def test_faults_that_did_not_fire_are_listed():
-    report = report_of(undisturbed(), faults_not_fired=["kill:rank=1,step=99"])
-
-    assert report["faults_not_fired"] == ["kill:rank=1,step=99"]
-    assert "did not strike: kill:rank=1,step=99" in summary_lines(report)
+    assert report_of([*started(1.0, (0,)), committed(1.1, 0, loss=float("nan"))])["metrics"] == {"loss": None}
 
 
 def test_what_is_written_is_what_is_loaded(tmp_path):
@@ -549,24 +521,17 @@ def test_a_damaged_event_is_named_by_its_line(tmp_path, line):
         load_events(tmp_path)
 
 
-def test_results_must_have_named_rows(tmp_path):
-    with pytest.raises(ConfigError, match="row 0: a row of a demo must have a name"):
-        checked_results({"rows": [report_of(undisturbed())]}, tmp_path)
-
-
-def test_a_demo_compares_with_its_first_run():
-    slower = [
-        *started(1.0, (0,)),
-        committed(1.1, 0),
-        committed(2.9, 9),
-        *finished(3.0, (0,), metrics={"accuracy": 0.85}),
-    ]
+def test_a_demo_compares_with_its_first_run_and_its_rows_have_names(tmp_path):
+    ends = finished(3.0, (0,), metrics={"accuracy": 0.85})
+    slower = [*started(1.0, (0,)), committed(1.1, 0), committed(2.9, 9), *ends]
 
     first, second = demo_rows([("undisturbed", report_of(undisturbed())), ("slower", report_of(slower))])["rows"]
 
     assert (first["name"], first["overhead"], first["accuracy_loss"]) == ("undisturbed", None, None)
     assert second["overhead"] == pytest.approx(1.0)
     assert second["accuracy_loss"] == pytest.approx(0.05)
+    with pytest.raises(ConfigError, match="row 0: a row of a demo must have a name"):
+        checked_results({"rows": [report_of(undisturbed())]}, tmp_path)
 
 
 def test_report_table_and_page_load_neither_torch_nor_matplotlib():
@@ -640,11 +605,7 @@ def test_a_newcomer_is_no_failure_and_says_when_it_came_and_what_it_cost():
     assert [f["rank"] for f in report["failures"]] == [1]
     assert report["workers"]["started"] == 4
     assert report["workers"]["ranks_finished"] == [0, 2, 3, 4]
-
-
-def test_a_newcomer_is_told_of_in_words():
-    lines = summary_lines(report_of(replaced()))
-
+    lines = summary_lines(report)
     assert lines[0] == (
         "Worker 1 of 4 was killed at step 5; training resumed after 100 ms. Worker 4 joined at step 8. "
         "The four remaining workers ended with the same bits. Every sample counted exactly once."
@@ -684,11 +645,8 @@ def test_spares_are_counted_beside_those_that_share_the_work():
     report = report_of([*started(1.0, (4, 5)), *one_kill()])
 
     assert report["workers"] | {"finished": 3, "ranks_finished": [0, 2, 3]} == report["workers"]
-    assert (report["workers"]["started"], report["workers"]["spares"], report["workers"]["ranks_spare"]) == (
-        4,
-        2,
-        [4, 5],
-    )
+    counted = [report["workers"][name] for name in ("started", "spares", "ranks_spare")]
+    assert counted == [4, 2, [4, 5]]
 
 
 @pytest.mark.parametrize(("faults", "kind"), [((), "hang"), ([fired(1.5, 1, 5, "forward", "gil")], "gil")])
@@ -714,12 +672,9 @@ def test_a_worker_that_lost_its_device_says_why(faults, kind):
     assert failure["why"] == "CUDA error: unspecified launch failure"
 
 
-def test_memory_that_was_short_for_a_moment_is_no_failure():
-    assert report_of([fired(1.5, 1, 5, "backward", "gpu-oom"), *undisturbed()])["failures"] == []
-
-
-def test_a_hang_that_passed_is_no_failure():
-    assert report_of([fired(1.5, 1, 5, "forward", "hang"), *undisturbed()])["failures"] == []
+@pytest.mark.parametrize("kind", ["hang", "gpu-oom"])
+def test_a_hang_or_a_want_of_memory_that_passed_is_no_failure(kind):
+    assert report_of([fired(1.5, 1, 5, "forward", kind), *undisturbed()])["failures"] == []
 
 
 def a_node_is_struck(kind, *after):
@@ -781,58 +736,36 @@ def test_a_change_that_is_no_setting_of_training_is_told_in_words(name, value, w
     assert words in summary_lines(report_of([*undisturbed(), said]))
 
 
-def test_a_straggler_is_named_with_its_score():
-    slow = StragglerSeen(t_s=1.5, rank=2, step=4, score=3.14159, policy="rebalance")
+def test_a_straggler_is_named_with_its_score_and_has_one_line():
+    def report(*scores, policy):
+        seen = [
+            StragglerSeen(t_s=1.5, rank=2, step=4 + n, score=score, policy=policy) for n, score in enumerate(scores)
+        ]
+        return report_of([*undisturbed(), *seen])
 
-    report = report_of([*undisturbed(), slow])
+    once, thrice = report(3.14159, policy="rebalance"), report(2.5, 7.25, 3.0, policy="warn")
 
-    assert report["stragglers"] == [{"rank": 2, "step": 4, "t_s": 1.5, "score": 3.14, "policy": "rebalance"}]
-    assert (
-        "worker 2 was slow at step 4: it takes 3.1 times as long as the other workers; it gets fewer slices"
-        in summary_lines(report)
-    )
-
-
-def test_a_worker_that_is_slow_again_and_again_has_one_line():
-    scores = (2.5, 7.25, 3.0)
-    slow = [
-        StragglerSeen(t_s=1.5 + n / 10, rank=2, step=4 + n, score=score, policy="warn")
-        for n, score in enumerate(scores)
+    assert once["stragglers"] == [{"rank": 2, "step": 4, "t_s": 1.5, "score": 3.14, "policy": "rebalance"}]
+    assert [line for each in (once, thrice) for line in summary_lines(each) if "slow" in line] == [
+        "worker 2 was slow at step 4: it takes 3.1 times as long as the other workers; it gets fewer slices",
+        "worker 2 was slow 3 times, first at step 4, most at step 5: it takes 7.2 times as long as the other workers",
     ]
-
-    lines = summary_lines(report_of([*undisturbed(), *slow]))
-
-    assert [line for line in lines if "slow" in line] == [
-        "worker 2 was slow 3 times, first at step 4, most at step 5: it takes 7.2 times as long as the other workers"
-    ]
-
-
-def test_the_number_of_nodes_is_what_the_launcher_says():
-    assert (report_of(undisturbed())["nodes"], report_of(undisturbed(), nodes=3)["nodes"]) == (1, 3)
 
 
 # ---------------------------------------------------------------------------------------------
 # A script that speaks to torch.distributed: the backend knows neither samples, model nor plan
 
-NOTHING = {"steps_planned": 0, "samples_planned": 0, "num_buckets": 0, "parameters": 0}
-
 
 def ddp_started(t_s, ranks):
-    return started(t_s, ranks, fabric="ulfm", strategy="forward", batch="local", **NOTHING)
+    return started(t_s, ranks, **usual.DDP)
 
 
 def ddp_committed(t_s, step, rank=0):
-    return StepCommitted(t_s=t_s, rank=rank, step=step, epoch=0, samples=0, workers=4, metrics={})
+    return usual.committed(step, t_s=t_s, rank=rank, samples=0, workers=4)
 
 
 def ddp_finished(t_s, ranks, steps):
-    return [
-        Finished(
-            t_s=t_s, rank=rank, step=steps, outcome="done", sha256="", state_sha256="", planned=0, committed=0, lost=0,
-            repeated=0, metrics={}, checkpoint="",
-        )
-        for rank in ranks
-    ]  # fmt: skip
+    return [usual.finished(rank, t_s=t_s, step=steps, planned=0, committed=0) for rank in ranks]
 
 
 def ddp_kill(step=5):
@@ -875,20 +808,9 @@ def test_what_torch_distributed_does_not_know_is_null():
     assert report["failures"][0]["lost_samples"] is None
     assert (report["strategy"], report["batch"], report["rescale"]) == ("forward", "local", "survivors")
     assert (report["outcome"], report["steps"], report["steps_redone"]) == ("done", 10, 0)
+    (failure,) = report_of([r for r in ddp_kill() if not isinstance(r, FaultFired)])["failures"]
+    assert (failure["step"], failure["phase"]) == (5, ""), "nor where a death struck that was not injected"
     assert json.loads(json.dumps(report)) == report
-
-
-def test_a_session_says_that_it_is_one_and_what_it_knows():
-    report = report_of(undisturbed())
-
-    assert report["api"] == "session"
-    assert None not in (*report["samples"].values(), *report["replicas"].values(), report["checkpoints"])
-
-
-def test_of_a_run_that_never_began_nothing_is_known():
-    report = report_of([ended(1.0, 0, exit_code=1)])
-
-    assert (report["api"], report["samples"]["planned"]) == (None, None)
 
 
 def test_the_summary_of_torch_distributed_says_nothing_of_bits_and_samples():
@@ -907,11 +829,7 @@ def test_an_undisturbed_torch_distributed_run_is_two_short_sentences(ranks, who)
     said = headline(report_of(records, workers=ranks))
 
     assert said == f"{ranks} ranks trained for 1 step and none was lost. {who} finished."
-
-
-def test_the_only_rank_that_is_left_finished():
     records = [*ddp_started(1.0, range(2)), fired(1.1, 1, 0), *ddp_finished(2.0, (0,), 1)]
-
     assert headline(report_of(records, workers=2)).endswith(" One rank survived and finished.")
 
 
@@ -949,29 +867,12 @@ def test_a_rank_that_died_where_there_are_no_steps_died_at_none():
     ]
 
 
-def test_where_an_uninjected_death_struck_torch_distributed_does_not_know():
-    records = [r for r in ddp_kill() if not isinstance(r, FaultFired)]
-
-    (failure,) = report_of(records)["failures"]
-
-    assert (failure["step"], failure["phase"]) == (5, "")
-
-
 def test_a_flip_is_in_the_report_and_is_no_failure():
     report = report_of([*undisturbed(), *flipped(1.55, 1, 5)])
 
-    assert report["failures"] == []
-    assert report["flips"] == [
-        {
-            "fault": 0,
-            "rank": 1,
-            "step": 5,
-            "target": "weights",
-            "count": 1,
-            "t_s": 1.55,
-            "values": [{"path": "fc.weight", "index": 7, "bit": 30, "before": 0.5, "after": 1.7e38}],
-        }
-    ]
+    values = [{"path": "fc.weight", "index": 7, "bit": 30, "before": 0.5, "after": 1.7e38}]
+    flip = {"fault": 0, "rank": 1, "step": 5, "target": "weights", "count": 1, "t_s": 1.55, "values": values}
+    assert (report["failures"], report["flips"]) == ([], [flip])
 
 
 def test_a_worker_that_is_killed_after_a_flip_did_not_die_of_it():
@@ -979,10 +880,3 @@ def test_a_worker_that_is_killed_after_a_flip_did_not_die_of_it():
 
     (failure,) = report_of(records)["failures"]
     assert (failure["kind"], failure["injected"]) == ("kill", False)
-
-
-def test_replicas_that_differ_in_the_weights_alone_are_not_identical():
-    records = undisturbed()
-    records[-1] = dataclasses.replace(records[-1], sha256="other")
-
-    assert report_of(records)["replicas"]["identical"] is False

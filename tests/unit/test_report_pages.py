@@ -13,16 +13,13 @@ import subprocess
 import sys
 
 import pytest
-import typer
 from made_up_runs import KILLS, STEPS, made_up_demo, made_up_report, made_up_run
 from matplotlib.text import Text
-from typer.testing import CliRunner
 
 from holdfast.cli.report import report as report_command
 from holdfast.errors import ConfigError
-from holdfast.observe.page import pages
+from holdfast.observe.page import curves, figures, pages
 from holdfast.observe.page.canvas import Canvas
-from holdfast.observe.page.figures import timeline
 from holdfast.observe.page.html import render_run, write_page
 from holdfast.observe.page.timeline import stretches
 from holdfast.records.run_model import model_of
@@ -46,8 +43,20 @@ def texts(page):
     return re.findall(r">([^<>]+)</text>", page)
 
 
+@functools.cache
+def made_up_page():
+    return render_run(*made_up_report())
+
+
+@pytest.fixture
+def _no_figures(monkeypatch):
+    """Pages of words alone; figures take most of the time."""
+    monkeypatch.setattr(figures, "timeline_of", lambda report, _, draw=figures.timeline_of: draw(report, ()))
+    monkeypatch.setattr(curves, "curves_of", lambda _, draw=curves.curves_of: draw([]))
+
+
 def test_a_page_of_a_run_needs_no_network():
-    page = render_run(*made_up_report())
+    page = made_up_page()
 
     assert page.startswith("<!doctype html>")
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', page)
@@ -71,7 +80,7 @@ def test_a_page_of_a_run_shows_every_worker_and_every_failure():
 
 
 def test_the_first_recovery_is_enlarged():
-    page = render_run(*made_up_report())
+    page = made_up_page()
 
     assert any(text.startswith("milliseconds since the fault") for text in texts(page))
     assert {"✕ lost", "● detected, the first after 6.9 ms"} <= set(texts(page)), "each mark is explained"
@@ -79,12 +88,13 @@ def test_the_first_recovery_is_enlarged():
     assert any(text.startswith("┊ step committed, the next after 8") for text in texts(page))
 
 
-def test_no_line_goes_through_the_name_of_a_step(monkeypatch):
+def test_no_line_goes_through_text(monkeypatch):
     kept = []
     monkeypatch.setattr(Canvas, "svg", lambda page, label: kept.append(page.figure) or "")
-    timeline(*made_up_report())
-    kept[0].draw_without_rendering()
-    enlarged = kept[0].axes[1]
+    figures.timeline(*made_up_report())
+    (figure,) = kept
+    figure.draw_without_rendering()
+    enlarged = figure.axes[1]
     names = [t.get_window_extent() for t in enlarged.texts if re.fullmatch(r"step \d+", t.get_text())]
     lines = [
         line.get_window_extent() for line in enlarged.lines if len({*line.get_xdata()}) == 1 < len(line.get_xdata())
@@ -95,13 +105,6 @@ def test_no_line_goes_through_the_name_of_a_step(monkeypatch):
     assert not [1 for name in names for line in lines if name.y0 < line.y1 and name.x0 <= line.x0 <= name.x1]
     assert all(one.x1 < other.x0 for one, other in itertools.pairwise(sorted(names, key=lambda name: name.x0)))
 
-
-def test_the_lines_between_a_run_and_its_enlarged_recovery_cross_no_text(monkeypatch):
-    kept = []
-    monkeypatch.setattr(Canvas, "svg", lambda page, label: kept.append(page.figure) or "")
-    timeline(*made_up_report())
-    figure = kept[0]
-    figure.draw_without_rendering()
     ties = [line.get_window_extent() for line in figure.artists]
     texts = [text.get_window_extent() for axes in figure.axes for text in axes.findobj(Text) if text.get_text()]
 
@@ -138,6 +141,7 @@ def words_of(page):
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
+@pytest.mark.usefixtures("_no_figures")
 def test_the_key_number_of_what_was_learned_says_of_what_it_is():
     records, wall_s = made_up_run()
     steps = [record for record in records if isinstance(record, StepCommitted)]
@@ -169,6 +173,7 @@ def test_a_page_of_a_torch_distributed_run_claims_nothing_that_is_not_known():
     assert page.count("<svg") == 1
 
 
+@pytest.mark.usefixtures("_no_figures")
 def test_a_death_in_the_last_step_of_torch_distributed_is_not_held_against_it():
     report, records = made_up_ddp_run(kills=((1, STEPS - 1, "allreduce"),))
 
@@ -198,19 +203,11 @@ def test_the_same_records_make_the_same_page_whatever_the_order_of_sets(tmp_path
         "sys.stdout.write(render_run(*pickle.loads(Path(sys.argv[1]).read_bytes())))"
     )
 
-    pages = [
-        subprocess.run(
-            [sys.executable, "-c", code, str(given)],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    env = os.environ | {"PYTHONHASHSEED": "1"}
+    again = subprocess.run([sys.executable, "-c", code, str(given)], env=env, capture_output=True, check=True)
 
-    assert "<svg" in pages[0]
-    assert pages[0] == pages[1]
+    assert "<svg" in made_up_page()
+    assert again.stdout.decode() == made_up_page()
 
 
 def test_what_a_script_says_cannot_become_markup():
@@ -239,7 +236,7 @@ def test_a_metric_may_have_any_name():
     assert "$a_1 &lt;" in page
 
 
-@pytest.mark.parametrize("kept", [0, 1, 4, 5, 60])
+@pytest.mark.parametrize("kept", [0, 5, 60])
 def test_a_run_that_broke_off_anywhere_still_has_a_page(kept):
     records = made_up_run()[0][:kept]
 
@@ -306,6 +303,7 @@ def test_a_page_shows_who_came_and_who_went():
     assert "hang; ended by the launcher after 400 ms without a sign of life" in page
 
 
+@pytest.mark.usefixtures("_no_figures")
 def test_a_page_says_how_many_began_and_how_many_waited_beside_them():
     report, records = made_up_report()
     alone = render_run(report, records)
@@ -316,17 +314,6 @@ def test_a_page_says_how_many_began_and_how_many_waited_beside_them():
     assert "Nodes" not in alone
     assert "<dt>Spares at the start</dt><dd>2</dd>" in with_spares
     assert "<dt>Nodes at the start</dt><dd>3</dd>" in with_spares
-
-
-def test_what_follows_from_the_records_of_a_long_run_is_found_once():
-    """Each of hundreds of failures asks for it, and a run of a day has millions of records."""
-    _, records, _ = with_comings()
-    history = model_of(records, range(4))
-    life = history.lives[0]
-
-    assert life.recoveries is life.recoveries
-    assert history.changes is history.changes
-    assert history.failures is history.failures
 
 
 def test_the_lane_of_a_newcomer_begins_where_it_joined_and_that_of_a_leaver_ends_where_it_left():
@@ -360,11 +347,9 @@ def test_a_spare_of_whom_only_the_recovery_says_that_it_is_there_has_a_lane():
 
 
 def test_a_page_where_nobody_came_or_went_does_not_speak_of_it():
-    report, records = made_up_report()
-
-    page = render_run(report, records)
-
-    assert not any(words in page for words in ("joined", "left after SIGTERM", "no sign of life", "Other events"))
+    assert not any(
+        words in made_up_page() for words in ("joined", "left after SIGTERM", "no sign of life", "Other events")
+    )
 
 
 def test_many_workers_still_fit():
@@ -403,19 +388,6 @@ def test_a_demo_without_records_or_accuracy_has_its_table():
     assert "<td><b>other</b>" in page
 
 
-def test_report_writes_the_page_of_a_run_and_prints_where(tmp_path):
-    records, wall_s = made_up_run()
-    write_report(records, tmp_path, started=range(4), wall_s=wall_s, seed=0)
-    app = typer.Typer()
-    app.command()(report_command)
-
-    result = CliRunner().invoke(app, [str(tmp_path)])
-
-    assert result.exit_code == 0
-    assert result.stdout.strip() == str(tmp_path / "index.html")
-    assert "2 of 4 workers were killed" in (tmp_path / "index.html").read_text()
-
-
 def test_report_writes_the_page_of_a_demo(tmp_path):
     results, records = made_up_demo()
     write_results(results, tmp_path)
@@ -439,7 +411,7 @@ def test_a_report_that_was_damaged_anywhere_has_its_page_or_one_clear_line(tmp_p
     records, wall_s = made_up_run()
     write_report(records, tmp_path, started=range(4), wall_s=wall_s, seed=0)
     whole, complaints = (tmp_path / "report.json").read_text(), []
-    for place in random.Random(3).sample(list(nested(json.loads(whole))), 12):
+    for place in random.Random(3).sample(list(nested(json.loads(whole))), 6):
         damaged = json.loads(whole)
         functools.reduce(lambda value, key: value[key], place[:-1], damaged)[place[-1]] = {"no": "thing"}
         (tmp_path / "report.json").write_text(json.dumps(damaged))

@@ -63,11 +63,7 @@ FOUND = {
     "a worker a core": ({"PET_NPROC_PER_NODE": "cpu"}, {}, {"workers": 6}),
     "a worker a GPU": ({"PET_NPROC_PER_NODE": "gpu"}, {}, {"workers": 2}),
     "a worker a GPU, if there are any": ({"PET_NPROC_PER_NODE": "auto"}, {}, {"workers": 2}),
-    "options win": (
-        KUBEFLOW,
-        {"nnodes": 3, "node_rank": 2, "workers": 1, "rdzv": "holdfast://h:1", "fabric": "gloo"},
-        {},
-    ),
+    "options win": (KUBEFLOW, SEVERAL | {"nnodes": 3, "node_rank": 2, "workers": 1, "rdzv": "holdfast://h:1"}, {}),
     "an option wins over a value that cannot be used": (
         KUBEFLOW | {"PET_NPROC_PER_NODE": "many"},
         {"workers": 8, "fabric": "ulfm"},
@@ -107,11 +103,7 @@ FOUND = {
 }
 
 WRONG = {
-    "no number": (
-        {"PET_NNODES": "two"},
-        {},
-        "PET_NNODES must be a whole number, at least 1, got 'two'",
-    ),
+    "no number": ({"PET_NNODES": "two"}, {}, "PET_NNODES must be a whole number, at least 1, got 'two'"),
     "a range": ({"PET_NNODES": "1:3"}, {}, "PET_NNODES=1:3 is a range"),
     "workers by device": (
         {"PET_NPROC_PER_NODE": "gpu"},

@@ -1,14 +1,12 @@
 """The session, with virtual workers: what a script may rely on, and what it is told when it errs."""
 
 import gc
-import json
-import os
-import signal
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from planned import faults
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -17,10 +15,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.comm import VirtualCommunicator
 from holdfast.engine import exits
-from holdfast.errors import CheckpointError, ConfigError, ReplicasDiffer, ScriptError, TooFewWorkers
-from holdfast.faults.plan import FaultPlan, parse
-from holdfast.records.files import read_run
-from holdfast.records.types import Recovered, StepCommitted
+from holdfast.errors import CheckpointError, ConfigError, ScriptError, TooFewWorkers
 from holdfast.session.session import at_exit
 from holdfast_lab.counting import CountingCommunicator
 
@@ -44,10 +39,6 @@ def train(model, session, batch_size=8, epochs=2, each=lambda step: None, **argu
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y))
         each(step)
-
-
-def faults(*specs):
-    return FaultPlan(tuple(map(parse, specs))).to_json()
 
 
 def weights(model):
@@ -114,33 +105,7 @@ def test_the_loop_may_be_run_again_and_epochs_count_on():
     assert account(session) == account(whole) == (150, 150, 0, 0)
 
 
-def test_asking_to_stop_ends_training_after_the_step():
-    model, _, session = make()
-
-    train(model, session, each=lambda step: step.stop() if step.number == 4 else None)
-
-    assert session.step == 5
-    assert account(session) == (40, 40, 0, 0)
-
-
 # -- what is not the model
-
-
-def test_a_scheduler_steps_once_a_committed_step_whatever_happens():
-    def rates(**arguments):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        session = holdfast.Session(model, optimizer, scheduler=scheduler, workers=4, **arguments)
-        train(model, session, epochs=1)
-        return scheduler.get_last_lr()[0], weights(model)
-
-    undisturbed, state = rates()
-    disturbed, state_after_kills = rates(faults=faults("kill:rank=1,step=2,phase=backward", "kill:rank=0,step=4"))
-
-    assert undisturbed == disturbed == 0.5**7
-    assert torch.equal(state, state_after_kills)
 
 
 def test_a_plateau_scheduler_sees_the_loss():
@@ -152,25 +117,10 @@ def test_a_plateau_scheduler_sees_the_loss():
     x, y = dataset()[:]
     loss = F.cross_entropy(model(x), y).item()
 
-    train(
-        model, session, batch_size=SAMPLES, epochs=4
-    )  # nothing is learnt, and each epoch is one step with all samples
+    train(model, session, SAMPLES, epochs=4)  # nothing is learnt, and each epoch is one step with all samples
 
     assert scheduler.last_epoch == 4
     assert scheduler.best == pytest.approx(loss)
-
-
-def test_a_gradient_scaler_changes_nothing_in_float32():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaled = holdfast.Session(model, optimizer, scaler=scaler, workers=4)
-    train(model, scaled)
-    plain, _, session = make()
-    train(plain, session)
-
-    assert torch.equal(weights(model), weights(plain)), "a power of two scales without rounding"
 
 
 def test_a_gradient_scaler_leaves_out_a_step_without_any_gradient():
@@ -185,38 +135,6 @@ def test_a_gradient_scaler_leaves_out_a_step_without_any_gradient():
 
     assert session.step == 2
     assert torch.equal(weights(model), start)
-
-
-def test_clipping_bounds_the_step():
-    model, _, session = make(lr=1.0, clip_grad_norm=1e-3)
-    start = weights(model).clone()
-
-    train(model, session, epochs=1, batch_size=SAMPLES)
-
-    assert (weights(model) - start).norm() == pytest.approx(1e-3, rel=1e-2)
-
-
-def test_what_is_registered_goes_back_with_a_step_that_is_taken_back():
-    class Counter:
-        def __init__(self):
-            self.count = 0
-
-        def state_dict(self):
-            return {"count": self.count}
-
-        def load_state_dict(self, state):
-            self.count = state["count"]
-
-    counter = Counter()
-    model, _, session = make(faults=faults("kill:rank=1,step=3,phase=allreduce"))
-    session.register(counter=counter)
-
-    def count(step):
-        counter.count += 1
-
-    train(model, session, epochs=1, each=count)
-
-    assert counter.count == 7, "once a committed step"
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -321,29 +239,6 @@ def test_forward_keeps_what_was_summed_and_divides_by_the_survivors_samples():
     assert not torch.allclose(mean[:6], whole[:6], rtol=1e-3)
 
 
-def test_local_batches_shrink_with_the_workers_and_still_visit_every_sample_once():
-    sizes = []
-    model, _, session = make(batch="local", faults=faults("kill:rank=2,step=2"))
-
-    train(model, session, epochs=2, each=lambda step: sizes.append(step.samples))
-
-    assert sizes[:3] == [8, 8, 8]
-    assert set(sizes[3:]) == {6, 4, 2}, "six samples a step, and what is left at the end of each epoch"
-    assert account(session) == (100, 100, 0, 0)
-
-
-def test_even_splits_cut_the_mini_batch_anew():
-    pieces = []
-    model, _, session = make(split="even", faults=faults("kill:rank=2,step=2"))
-
-    train(model, session, each=lambda step: pieces.append(len(step.slices)))
-
-    assert pieces[0] == 4
-    assert pieces[-1] in (1, 2, 3)
-    assert max(pieces[4:]) == 3
-    assert account(session) == (100, 100, 0, 0)
-
-
 def test_too_few_workers_save_and_stop_and_the_run_can_go_on(tmp_path):
     whole, _, session = make()
     train(whole, session)
@@ -372,39 +267,12 @@ def test_a_run_goes_on_from_a_checkpoint_of_its_second_loop(tmp_path):
     train(model, session, epochs=1)
     train(model, session, epochs=1)
 
-    model, _, session = make(checkpoint_dir=directory, resume=True)
+    model, _, session = make(workers=2, checkpoint_dir=directory, resume=True)
     for _ in range(3):
         train(model, session, epochs=1)
 
     assert torch.equal(weights(model), weights(whole))
     assert account(session) == (150, 150, 0, 0)
-
-
-def test_sigterm_is_answered_at_the_end_of_a_step(tmp_path):
-    whole, _, session = make()
-    train(whole, session)
-    directory = str(tmp_path / "ckpt")
-    model, _, session = make(checkpoint_dir=directory)
-
-    with pytest.raises(SystemExit) as stopped:
-        train(model, session, each=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step.number == 3 else None)
-
-    assert stopped.value.code == 4
-    model, _, session = make(checkpoint_dir=directory, resume=True)
-    train(model, session)
-    assert torch.equal(weights(model), weights(whole))
-
-
-def test_records_tell_the_run(tmp_path):
-    model, _, session = make(run_dir=str(tmp_path), faults=faults("kill:rank=0,step=3,phase=allreduce"))
-
-    train(model, session)
-
-    records = read_run(tmp_path)
-    assert [r.step for r in records if isinstance(r, StepCommitted)] == list(range(14))
-    (recovered,) = {(r.lost, r.survivors, r.decision, r.redone_steps) for r in records if isinstance(r, Recovered)}
-    assert recovered == ((0,), (1, 2, 3), "redo", 1)
-    json.dumps([r.metrics for r in records if isinstance(r, StepCommitted)])
 
 
 # -- what a script is told
@@ -425,18 +293,12 @@ def test_wrong_settings_are_named(arguments, message):
         make(**arguments)[2].steps(dataset(), 8)
 
 
-def test_a_fault_behind_the_end_is_refused():
-    _, _, session = make(faults=faults("kill:rank=1,step=14"))
-
-    with pytest.raises(ConfigError, match=r"--inject kill:rank=1,step=14.*between 0 and 13 .*got 14"):
-        session.steps(dataset(), 8, 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((dataset(), 0), "batch_size must be at least 1, got 0"),
         ((dataset(), 8, 0), "epochs must be at least 1, got 0"),
+        ((dataset(), 8, 2), r"--inject kill:rank=1,step=14.*between 0 and 13 .*got 14"),
         ((TensorDataset(torch.empty(0, 3)), 8), r"len\(dataset\) must be at least 1, got 0"),
         ((5, 8), "dataset must have len and"),
         ((iter([1]), 8), "a list_iterator can be read only once"),
@@ -444,7 +306,15 @@ def test_a_fault_behind_the_end_is_refused():
 )
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        make()[2].steps(*arguments)
+        make(faults=faults("kill:rank=1,step=14"))[2].steps(*arguments)
+
+
+def test_drop_last_must_leave_something_and_slices_may_be_more_than_samples():
+    with pytest.raises(ConfigError, match=r"batch_size must be at most len\(dataset\) \(50\), got 51"):
+        make()[2].steps(dataset(), 51, drop_last=True)
+    model, _, session = make(workers=3, slices=12)
+    train(model, session, epochs=1)
+    assert session.step == 7
 
 
 def test_a_foreign_optimizer_is_refused():
@@ -521,14 +391,6 @@ def test_more_slices_than_a_job_may_have_workers_are_refused_before_anything_is_
         train(model, session)
 
 
-def test_slices_may_be_more_than_samples():
-    model, _, session = make(workers=3, slices=12)
-
-    train(model, session, epochs=1)
-
-    assert session.step == 7
-
-
 def train_and_forget(*, leave_early):
     """Train in a function of its own, and return what tells whether its model is gone."""
     model, _, session = make()
@@ -587,36 +449,6 @@ def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path, name, error):
         session.save(tmp_path / name, {"weight": torch.zeros(2), "words": "no tensor"})
 
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-def test_replicas_that_differ_are_found_out():
-    class Liar(VirtualCommunicator):
-        def maximum(self, values):
-            return [values[0] + 1, *values[1:]] if len(values) > 3 else list(values)
-
-    model, _, session = make(comm=Liar(2))
-    with pytest.raises(ReplicasDiffer, match="the replicas differ before step 0"):
-        train(model, session)
-
-
-def test_a_new_run_refuses_the_checkpoints_of_an_old_one(tmp_path):
-    directory = str(tmp_path / "ckpt")
-    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
-    train(model, session)
-
-    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
-    with pytest.raises(ConfigError, match=r"already holds a run up to step 10: resume it \(--resume\)"):
-        train(model, session)
-
-
-def test_a_run_that_would_not_be_the_same_is_not_resumed(tmp_path):
-    directory = str(tmp_path / "ckpt")
-    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
-    train(model, session)
-
-    model, _, session = make(checkpoint_dir=directory, resume=True, seed=1)
-    with pytest.raises(ConfigError, match="the checkpoint was made with seed=0 and this run has 1"):
-        train(model, session)
 
 
 # -- models and scripts that are not as simple as they look
@@ -707,9 +539,8 @@ def test_what_a_script_draws_outside_the_slices_does_not_depend_on_who_computed_
             drawn.append((step.number, before, torch.rand(()).item()))
         return {number: rest for number, *rest in drawn}
 
-    assert draws(workers=1) == draws(
-        workers=4, faults=faults("kill:rank=0,step=3", "kill:rank=2,step=7,phase=optimizer")
-    )
+    deaths = faults("kill:rank=0,step=3", "kill:rank=2,step=7,phase=optimizer")
+    assert draws(workers=1) == draws(workers=4, faults=deaths)
 
 
 def test_a_step_that_asked_to_stop_and_was_taken_back_may_think_again(tmp_path):
@@ -718,21 +549,6 @@ def test_a_step_that_asked_to_stop_and_was_taken_back_may_think_again(tmp_path):
     train(model, session, each=lambda step: step.stop() if step.number == 8 else None)
 
     assert session.step == 9
-
-
-def test_the_slices_of_a_resumed_run_hold_for_all_its_loops(tmp_path):
-    whole, _, session = make()
-    for _ in range(3):
-        train(whole, session, epochs=1)
-    directory = str(tmp_path / "ckpt")
-    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
-    train(model, session, epochs=1)
-
-    model, _, session = make(workers=2, checkpoint_dir=directory, resume=True)
-    for _ in range(3):
-        train(model, session, epochs=1)
-
-    assert torch.equal(weights(model), weights(whole))
 
 
 def test_a_chosen_number_of_slices_is_chosen_once_for_the_job(tmp_path, capfd):
@@ -750,39 +566,26 @@ def test_a_chosen_number_of_slices_is_chosen_once_for_the_job(tmp_path, capfd):
     others, _, session = make(workers=1, slices=2)
     train(others, session, batch_size=64, epochs=6)
 
-    assert (
-        said.count("8 slices of a mini-batch: after the loss of 1 of 4 workers a step takes at most 13 % longer") == 1
-    )
+    assert "8 slices of a mini-batch: after the loss of 1 of 4 workers a step takes at most 13 % longer" in said
     assert said.count("slices of a mini-batch") == 1
     assert torch.equal(weights(resumed), weights(expected))
     assert not torch.equal(weights(resumed), weights(others)), "the number of slices shows in the bits"
 
 
-def test_a_dataset_that_augments_is_asked_for_every_sample():
-    asked = []
-
-    class Augmenting(TensorDataset):
-        def __getitem__(self, i):
-            asked.append(i)
-            return super().__getitem__(i)
-
-    model, _, session = make()
-    for step in session.steps(Augmenting(*dataset().tensors), 8):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y))
-
-    assert sorted(asked) == list(range(SAMPLES))
-
-
-@pytest.mark.parametrize("changed", ["shuffle", "drop_last"])
-def test_a_run_with_another_order_of_samples_is_not_resumed(tmp_path, changed):
+def test_a_run_that_would_not_be_the_same_is_not_resumed_nor_its_checkpoints_taken_by_a_new_one(tmp_path):
     directory = str(tmp_path / "ckpt")
-    model, _, session = make(checkpoint_dir=directory, checkpoint_every=3)
+    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
     train(model, session)
 
-    model, _, session = make(checkpoint_dir=directory, resume=True)
-    with pytest.raises(ConfigError, match=f"the checkpoint was made with {changed}="):
-        train(model, session, **{changed: changed == "drop_last"})
+    for settings, options, message in (
+        ({"resume": True, "seed": 1}, {}, "the checkpoint was made with seed=0 and this run has 1"),
+        ({"resume": True}, {"shuffle": False}, "the checkpoint was made with shuffle="),
+        ({"resume": True}, {"drop_last": True}, "the checkpoint was made with drop_last="),
+        ({"checkpoint_every": 5}, {}, r"already holds a run up to step 10: resume it \(--resume\)"),
+    ):
+        model, _, session = make(checkpoint_dir=directory, **settings)
+        with pytest.raises(ConfigError, match=message):
+            train(model, session, **options)
 
 
 def test_arrays_in_a_registered_state_go_back_too():
@@ -822,12 +625,6 @@ def test_when_every_slice_of_a_step_is_lost_the_ledger_says_so_and_a_plateau_sch
 
     assert account(session) == (150, 100, 50, 0)
     assert scheduler.last_epoch == 2
-
-
-def test_drop_last_must_leave_something():
-    model, _, session = make()
-    with pytest.raises(ConfigError, match=r"batch_size must be at most len\(dataset\) \(50\), got 51"):
-        train(model, session, batch_size=51, drop_last=True)
 
 
 def test_attempts_are_counted_from_0():

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from clusters import until
 
 from holdfast.base import side_work
 from holdfast.checkpoint import CheckpointStore, steps, take
@@ -23,6 +23,7 @@ from holdfast.config import Settings
 from holdfast.distributed import comm_thread
 from holdfast.distributed.comm_thread import CommThread
 from holdfast.distributed.recorder import GroupRecorder
+from holdfast.distributed.tasks import Collective, CollectiveCall
 from holdfast.engine import exits
 from holdfast.launch.health import deaths
 from holdfast.launch.health import monitor as health
@@ -59,10 +60,7 @@ def beat(tmp_path, monkeypatch):
     beacon = Beacon(path)
     beacon.mark("launch", -1)
     Pulse(beacon, 0.01)
-    ends_s = time.monotonic() + DEADLINE_S
-    while Beacon.read(path).pulse < 5:
-        assert time.monotonic() < ends_s, "the heartbeat has ended"
-        time.sleep(0.01)
+    until(lambda: Beacon.read(path).pulse >= 5, "the heartbeat")
 
 
 def watch(tmp_path, monkeypatch):
@@ -142,9 +140,7 @@ def communicate(tmp_path, monkeypatch):
     monkeypatch.setattr(CommThread, "_exchange", lambda self, job: None)
     work = SimpleNamespace(timeout_s=1.0, complete=lambda: ended.append("completed"))
     group = SimpleNamespace(failed=set(), completed=0)
-    call = SimpleNamespace(finish=lambda: None)
-    job = SimpleNamespace(begun_s=0.0, number=-1, work=work, group=group, call=call)
-    thread._carry_out(job)
+    thread._carry_out(Collective(group, CollectiveCall("barrier", [], lambda: None), work))
     assert ended == ["completed"]
 
 

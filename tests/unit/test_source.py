@@ -43,8 +43,7 @@ class Numbered(Dataset):
         return torch.full((3,), float(number)), number
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
 def test_a_data_loader_is_the_dataset_with_its_arguments(shuffle, drop_last):
     loader = DataLoader(Numbered(), BATCH, shuffle=shuffle, drop_last=drop_last)
 
@@ -100,7 +99,7 @@ SAMPLERS = {
     "weighted": lambda: WeightedRandomSampler(WEIGHTS, 60),
     "weighted with a generator": lambda: WeightedRandomSampler(WEIGHTS, 60, generator=torch.Generator()),
     "subset": lambda: SubsetRandomSampler(range(5, 38)),
-    "replacement": lambda: RandomSampler(range(SAMPLES), replacement=True, num_samples=300),
+    "replacement": lambda: RandomSampler(range(SAMPLES), replacement=True, num_samples=120),
     "more than once": lambda: RandomSampler(range(SAMPLES), num_samples=120),
     "backwards": Backwards,
     "own generators": Shuffled,
@@ -136,8 +135,8 @@ def test_a_sampler_with_replacement_is_counted_to_the_sample():
     kill = "kill:rank=1,step=2,phase=allreduce,bucket=0"
     lost = train(loader, kills=[kill], strategy="forward", bucket_bytes=4)
 
-    assert max(Counter(lost.samples).values()) > 10, "samples are drawn many times"
-    assert lost.account == (600, 598, 2, 0), "forward loses the slice of the dead worker"
+    assert max(Counter(lost.samples).values()) > 7, "samples are drawn many times"
+    assert lost.account == (240, 238, 2, 0), "forward loses the slice of the dead worker"
 
 
 def test_the_generators_of_a_sampler_and_of_the_script_are_as_they_were():
@@ -183,10 +182,6 @@ class Own(DataLoader):
 @pytest.mark.parametrize(
     ("loader", "line"),
     [
-        (
-            lambda: DataLoader(Numbered(), batch_sampler=InBatches(7, 3, 7)),
-            "batches of 3 to 7 samples: all but the last",
-        ),
         (lambda: DataLoader(Numbered(), batch_sampler=InBatches(3, 7)), "batches of 3 to 7 samples: all but the last"),
         (lambda: DataLoader(Numbered(), BATCH, sampler=[1, SAMPLES]), f"from 0 to {SAMPLES - 1}.* got {SAMPLES}"),
         (lambda: DataLoader(Numbered(), BATCH, sampler=[-1]), r"from 0 to \d+.* got -1"),
@@ -326,13 +321,10 @@ def test_a_run_is_not_resumed_with_another_order(tmp_path):
     assert rest.samples == list(range(24, SAMPLES))
 
     Changing.first = 5
-    with pytest.raises(
-        ConfigError, match="the sampler gives another order of epoch 0 than when the checkpoint was made"
-    ):
+    another = "the sampler gives another order of epoch 0 than when the checkpoint was made"
+    with pytest.raises(ConfigError, match=another):
         run(resume=True)
-    with pytest.raises(
-        ConfigError, match="the sampler gives another order of epoch 0 than when the checkpoint was made"
-    ):
+    with pytest.raises(ConfigError, match=another):
         train(DataLoader(Numbered(), BATCH), checkpoint_dir=str(tmp_path), epochs=1, resume=True)
 
 

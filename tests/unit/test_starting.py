@@ -93,9 +93,8 @@ def test_a_worker_of_another_node_may_be_the_one_that_waits():
     for now_s in range(60):
         here.poll({0: StartupStatus("start", pulse=now_s, beats=2, waits=True)}, now_s)
         finding = there.poll({1: prepares(now_s)}, now_s, elsewhere=here.keeps_waiting)
-        found += [(now_s, stuck.rank) for stuck in finding.stuck] + (
-            [(now_s, finding.warning)] if finding.warning else []
-        )
+        found += [(now_s, stuck.rank) for stuck in finding.stuck]
+        found += [(now_s, finding.warning)] if finding.warning else []
 
     assert [one[0] for one in found] == [WARN_AFTER_S, LIMIT_S + 1]
     assert "rank 1 is still importing or preparing in train.py" in found[0][1]
@@ -147,12 +146,9 @@ def test_a_worker_that_is_stopped_for_a_moment_in_a_long_import_is_left_alone():
 def test_a_start_in_which_all_wait_to_be_connected_is_lost():
     found = look_until(40, {0: WAITS, 1: WAITS})
 
+    line = "the workers were not connected within 20 s, although all of them had requested it"
     assert of_kind(found, "stuck") == []
-    assert of_kind(found, "lost")[0] == (
-        LIMIT_S + 1,
-        "lost",
-        "the workers were not connected within 20 s, although all of them had requested it",
-    )
+    assert of_kind(found, "lost")[0] == (LIMIT_S + 1, "lost", line)
 
 
 def test_a_stopped_worker_is_to_blame_where_all_wait_to_be_connected():
@@ -171,13 +167,8 @@ def test_a_connected_worker_that_is_stopped_before_it_trains_is_given_up():
 def test_one_line_says_for_which_workers_the_others_wait():
     found = of_kind(look_until(19, {0: WAITS, 1: ABSENT, 2: STOPPED, 3: ABSENT}), "warning")
 
-    assert found == [
-        (
-            WARN_AFTER_S,
-            "warning",
-            "the job has not begun after 10 s: each of ranks 1, 3 has not started; rank 2 is stopped",
-        )
-    ]
+    line = "the job has not begun after 10 s: each of ranks 1, 3 has not started; rank 2 is stopped"
+    assert found == [(WARN_AFTER_S, "warning", line)]
 
 
 def test_nothing_is_said_or_given_up_once_all_are_connected_or_without_a_timeout():

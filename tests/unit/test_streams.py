@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import planned
 import pytest
 import torch
 from data_training import KILLS, train
@@ -20,10 +21,9 @@ from holdfast.data.plan import PlanCursor
 from holdfast.data.stream import CHUNK, Stream, StreamMark
 from holdfast.data.stream_state import decode_state, encode_state
 from holdfast.errors import CheckpointError, ConfigError, InternalError
-from holdfast.faults.plan import FaultPlan, parse
 from holdfast.tools.doctor.script import ScriptInspected, ScriptInspector
 
-BATCH = 8
+BATCH = 20
 
 
 class Numbers(IterableDataset):
@@ -96,8 +96,7 @@ def noises(seen):
     return note
 
 
-@pytest.mark.parametrize("kills", [(), KILLS], ids=["undisturbed", "killed"])
-def test_all_kinds_of_stream_give_the_same_samples_and_the_same_noise(kills):
+def test_all_kinds_of_stream_give_the_same_samples_and_the_same_noise():
     trained, noise = [], []
     for data, sizes in (
         (Numbers(), (BATCH,)),
@@ -108,7 +107,7 @@ def test_all_kinds_of_stream_give_the_same_samples_and_the_same_noise(kills):
     ):
         torch.manual_seed(len(trained))
         seen = []
-        trained.append(train(data, *sizes, kills=kills, numbers=noises(seen)))
+        trained.append(train(data, *sizes, kills=KILLS, numbers=noises(seen)))
         noise.append(sorted(map(str, seen)))
 
     assert all(each == trained[0] for each in trained)
@@ -135,16 +134,7 @@ def test_an_epoch_ends_where_the_stream_ends(count, batch_size, drop_last):
     assert [len(numbers) for numbers in trained.steps.values()] == full * 2
 
 
-def test_a_rollback_to_a_checkpoint_goes_back_in_the_stream(tmp_path):
-    kills = ("kill:rank=1,step=19", "kill:rank=2,step=33")
-    for data in (Numbers(), Stateful()):
-        folder = str(tmp_path / type(data).__name__)
-        trained = train(data, BATCH, kills=kills, strategy="restart", checkpoint_every=5, checkpoint_dir=folder)
-        assert trained.samples == list(range(200)) * 2
-        assert trained.account == (400, 400, 0, 0)
-
-
-def resumed(folder, data, again, stop_after=14, numbers=lambda inputs: inputs[1], **options):
+def resumed(folder, data, again, stop_after=5, numbers=lambda inputs: inputs[1], **options):
     """Train until a step, resume with another dataset object on other workers, and return all samples of the second run."""
     steps = {}
     with pytest.raises(SystemExit):
@@ -158,10 +148,10 @@ def resumed(folder, data, again, stop_after=14, numbers=lambda inputs: inputs[1]
 @pytest.mark.parametrize(
     ("loaders", "kind", "stop_after"),
     [
-        *((0, Numbers, stop_after) for stop_after in (0, 14, 23, 24, 31)),
-        *((0, kind, stop_after) for kind in (Stateful, Buffered) for stop_after in (14, 24)),
-        *((1, kind, 14) for kind in (Numbers, Stateful, Buffered)),
-        (1, Buffered, 24),
+        (0, Numbers, 9),  # at the end of an epoch
+        (0, Buffered, 5),
+        (1, Stateful, 12),
+        (1, Buffered, 5),
     ],
 )
 def test_a_resumed_run_continues_with_the_next_sample(tmp_path, kind, stop_after, loaders):
@@ -181,10 +171,8 @@ def test_a_state_makes_it_unnecessary_to_read_the_epoch_again(tmp_path):
 def test_a_state_that_leads_elsewhere_is_noticed(tmp_path, capsys):
     first, again = Buffered(), Buffered()
     resumed(tmp_path / "buffer", first, again)
-    assert (
-        capsys.readouterr().err.count("does not continue at sample 64 after load_state_dict, as with a shuffle buffer")
-        == 1
-    )
+    line = "does not continue at sample 64 after load_state_dict, as with a shuffle buffer"
+    assert capsys.readouterr().err.count(line) == 1
 
     early = Stateful()
     early.early = True
@@ -210,18 +198,15 @@ def test_a_run_is_not_resumed_with_another_stream(tmp_path):
         def __iter__(self):
             return (reversed(list(super().__iter__()))).__iter__()
 
-    with pytest.raises(ConfigError, match="the stream of epoch 0 is not the one that was read before"):
-        resumed(tmp_path / "a", Numbers(), Other())
-    with pytest.raises(ConfigError, match="the stream of epoch 0 is not the one that was read before"):
-        resumed(tmp_path / "b", Numbers(), Numbers(50))
-    with pytest.raises(
-        ConfigError, match="the checkpoint was made with a stream and this run has a dataset with a length"
+    not_it = "the stream of epoch 0 is not the one that was read before"
+    for name, data, again, line in (
+        ("a", Numbers(), Other(), not_it),
+        ("b", Numbers(), Numbers(50), not_it),
+        ("c", Numbers(), list(Numbers()), "was made with a stream and this run has a dataset with a length"),
+        ("d", list(Numbers()), Numbers(), "was made with a dataset with a length and this run has a stream"),
     ):
-        resumed(tmp_path / "c", Numbers(), list(Numbers()))
-    with pytest.raises(
-        ConfigError, match="the checkpoint was made with a dataset with a length and this run has a stream"
-    ):
-        resumed(tmp_path / "d", list(Numbers()), Numbers())
+        with pytest.raises(ConfigError, match=line):
+            resumed(tmp_path / name, data, again)
 
 
 class Exhausted(IterableDataset):
@@ -347,7 +332,7 @@ def test_each_epoch_knows_its_number_though_it_is_resumed(tmp_path):
             order = random.Random(self.epoch).sample(range(200), 200)
             return ((torch.ones(3), number) for number in order)
 
-    samples = resumed(tmp_path, Shuffled(), Shuffled(), stop_after=30)
+    samples = resumed(tmp_path, Shuffled(), Shuffled(), stop_after=12)
     assert samples[:200] == random.Random(0).sample(range(200), 200)
     assert samples[200:] == random.Random(1).sample(range(200), 200)
 
@@ -363,8 +348,7 @@ class Counting(IterableDataset):
         yield from ((torch.ones(3), number) for number in order)
 
 
-@pytest.mark.parametrize("loaders", [0, 1])
-@pytest.mark.parametrize("stop_after", [10, 24, 30])
+@pytest.mark.parametrize(("stop_after", "loaders"), [(9, 0), (12, 0), (12, 1)])
 def test_a_stream_that_counts_its_epochs_is_given_the_right_count(tmp_path, stop_after, loaders):
     samples = resumed(tmp_path, Counting(), Counting(), stop_after, options={"num_workers": loaders})
 
@@ -391,10 +375,7 @@ def loops(data, folder="", stops=(), **settings):
     return steps
 
 
-@pytest.mark.parametrize(
-    ("kind", "stop_after"),
-    [(Numbers, 10), (Numbers, 24), (Stateful, 30), (Stateful, 49), (Counting, 24), (Counting, 60)],
-)
+@pytest.mark.parametrize(("kind", "stop_after"), [(Numbers, 9), (Stateful, 12), (Counting, 24)])
 def test_a_loop_for_each_epoch_is_resumed_where_it_stopped(tmp_path, kind, stop_after):
     steps = loops(kind(), str(tmp_path), stop_after=stop_after)
     rest = loops(kind(), str(tmp_path), resume=True)
@@ -406,10 +387,10 @@ def test_a_loop_for_each_epoch_is_resumed_where_it_stopped(tmp_path, kind, stop_
 
 @pytest.mark.parametrize("kind", [Numbers, Stateful])
 def test_a_loop_that_ends_early_leaves_the_next_one_the_whole_stream(kind):
-    steps = loops(kind(), stops=[10, 20])
+    steps = loops(kind(), stops=[4, 8])
 
     numbers = [number for step in steps.values() for number in step]
-    assert numbers == [*range(11 * BATCH), *range(10 * BATCH), *range(200)]
+    assert numbers == [*range(5 * BATCH), *range(4 * BATCH), *range(200)]
 
 
 class Pairs(Numbers):
@@ -433,10 +414,8 @@ def split(kind):
 @pytest.mark.parametrize("kind", ["pipeline", "sharded"])
 def test_models_that_are_split_are_trained_on_a_stream(kind):
     def account(*kills):
-        given = FaultPlan(tuple(map(parse, kills))).to_json()
-        session = holdfast.Session(
-            model := split(kind), lambda p: torch.optim.SGD(p, lr=1e-6), workers=3, slices=4, seed=3, faults=given
-        )
+        settings = {"workers": 3, "slices": 4, "seed": 3, "faults": planned.faults(*kills)}
+        session = holdfast.Session(model := split(kind), lambda p: torch.optim.SGD(p, lr=1e-6), **settings)
         for step in session.steps(DataLoader(Pairs(), BATCH), epochs=2):
             if kind == "pipeline":
                 step.compute()
@@ -457,7 +436,7 @@ def test_models_that_are_split_are_trained_on_a_stream(kind):
 def test_the_doctor_looks_at_a_data_loader(tmp_path, data):
     model = torch.nn.Linear(3, 1)
     session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), workers=2)
-    loop = session._open(DataLoader(data(), BATCH))
+    loop = session._open(DataLoader(data(), 8))
     look = ScriptInspector(tmp_path / "shared.pt")
     looked = look(session._trainable, loop.plan, loop.source.dataset, loop.source.collate)
 

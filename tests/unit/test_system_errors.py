@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clusters import until
 from jobs import holdfast as run_command
 
 from holdfast.base.system_errors import error_of_a_new_file, refusal, refusal_to_torch
@@ -25,11 +26,15 @@ def refused(number, name=None):
     return refusal(OSError(number, os.strerror(number), name))
 
 
-def test_a_limit_is_named_with_what_to_do():
+def test_a_cause_is_named_with_its_file_or_its_limit_and_what_to_do():
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert refused(errno.EMFILE) == (
         f"Too many open files: this process may open only {limit} files; raise the limit (ulimit -n)"
     )
+    assert refused(errno.ENOSPC, "/tmp/x") == "No space left on device (/tmp/x)"
+    assert refused(errno.EACCES, "/tmp/x") == "Permission denied (/tmp/x)"
+    closed = "Bad file descriptor: a file or socket of Holdfast was closed by other code, such as the script"
+    assert refused(errno.EBADF) == closed
 
 
 def test_without_a_limit_only_the_cause_is_named(monkeypatch):
@@ -67,21 +72,6 @@ def test_other_errors_of_torch_are_the_scripts():
     assert refusal_to_torch(RuntimeError("mat1 and mat2 shapes cannot be multiplied (28)")) is None
     assert refusal_to_torch(OSError("DataLoader worker (pid 7) is killed by signal: Killed. ")) is None
     assert script_failure.is_bug(RuntimeError("DataLoader worker (pid 7) raised"))
-
-
-def test_a_full_disk_is_named_with_its_file():
-    assert refused(errno.ENOSPC, "/tmp/x") == "No space left on device (/tmp/x)"
-
-
-def test_a_file_whose_mode_was_changed_is_named():
-    assert refused(errno.EACCES, "/tmp/x") == "Permission denied (/tmp/x)"
-
-
-def test_a_file_that_the_script_closed_is_blamed_on_it():
-    assert (
-        refused(errno.EBADF)
-        == "Bad file descriptor: a file or socket of Holdfast was closed by other code, such as the script"
-    )
 
 
 @pytest.mark.parametrize("text", ["error return without exception set", "NULL result without error in PyObject_Call"])
@@ -242,7 +232,7 @@ def test_a_launcher_that_may_open_no_file_still_ends_what_it_has_started(tmp_pat
     assert error.errno == errno.EMFILE
     assert started.returncode == -signal.SIGKILL
     child = int(log.read_text())
-    assert ended_within(10.0, lambda: processes.Process.of(child) is None)
+    until(lambda: processes.Process.of(child) is None)
 
 
 def test_output_goes_on_after_its_folder_was_removed(tmp_path):
@@ -252,10 +242,3 @@ def test_output_goes_on_after_its_folder_was_removed(tmp_path):
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
         shutil.rmtree(tmp_path / "report")
-
-
-def ended_within(limit_s, is_true):
-    ends_s = time.monotonic() + limit_s
-    while not is_true() and time.monotonic() < ends_s:
-        time.sleep(0.01)
-    return is_true()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import sys
 import threading
-import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from clusters import until
 from rich.console import Console
+from usual_records import committed
 from view_runs import begun
 
 from holdfast.base.formatting import rough, speed, timer
@@ -20,7 +21,7 @@ from holdfast.observe.terminal.views import LiveView, PlainView, _panel, make_vi
 from holdfast.records.activity import current_activity
 from holdfast.records.beacon import Beacon, Pulse
 from holdfast.records.progress import RunProgress
-from holdfast.records.types import JobRestarted, StepCommitted
+from holdfast.records.types import JobRestarted
 
 # -- what a job waits for
 
@@ -125,26 +126,23 @@ def test_the_beacon_says_what_a_worker_does_until_its_first_step(tmp_path, monke
     beacon.mark("launch", -1)
     Pulse(beacon, 0.01)
 
-    def comes_to_say(text):
-        ends_s = time.monotonic() + 30
-        while Beacon.read(tmp_path / "beacon").doing != text and time.monotonic() < ends_s:
-            time.sleep(0.005)
-        return Beacon.read(tmp_path / "beacon").doing == text
+    def await_text(text):
+        until(lambda: Beacon.read(tmp_path / "beacon").doing == text, f"{text!r} in the beacon")
 
-    assert comes_to_say("importing torch")
+    await_text("importing torch")
     activity.text = "importing " + "x" * 50
-    assert comes_to_say("importing " + "x" * 30)
+    await_text("importing " + "x" * 30)
     activity.text = "a"
-    assert comes_to_say("a")
+    await_text("a")
     beacon.mark("optimizer", 0)
-    assert comes_to_say("")
+    await_text("")
 
 
 # -- the pace
 
 
 def commits(*steps):
-    return [StepCommitted(t_s=t_s, rank=0, step=s, epoch=0, samples=1, workers=1, metrics={}) for s, t_s in steps]
+    return [committed(step, t_s=t_s) for step, t_s in steps]
 
 
 def pace_of(*steps, planned=0):
@@ -259,9 +257,8 @@ def test_no_line_is_wider_than_the_terminal(width):
 def test_what_a_job_waits_for_is_folded_on_a_narrow_terminal_and_not_cut():
     waiting = RunStatus(alive={}, metrics={}, waits_for="waiting for 2 of 4 workers: importing torch")
 
-    assert " ".join(" ".join(drawn(waiting, 30)).split()).startswith(
-        "0:00 waiting for 2 of 4 workers: importing torch last"
-    )
+    said = " ".join(" ".join(drawn(waiting, 30)).split())
+    assert said.startswith("0:00 waiting for 2 of 4 workers: importing torch last")
 
 
 def test_the_panel_has_all_that_is_known():

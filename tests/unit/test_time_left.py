@@ -73,13 +73,8 @@ def test_a_run_without_an_end_of_a_test_ends_itself_and_names_what_runs(tmp_path
     )
     (tmp_path / "test_hang.py").write_text("import time\ndef test_hang(): time.sleep(120)\n")
 
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tmp_path],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tmp_path]
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     assert run.returncode == 1
     assert "no test has ended for 1 s, the run ends here; still running: test_hang.py::test_hang" in run.stdout

@@ -35,22 +35,17 @@ def started(folder):
     return job.returncode, sorted(output.splitlines()), is_child
 
 
-def test_a_job_from_the_stock_is_like_one_that_starts_from_nothing(tmp_path, warm_start):
+def test_a_job_from_the_stock_is_like_one_that_starts_from_nothing_also_after_a_request_that_was_cut_off(
+    tmp_path, warm_start
+):
     from_stock = started(tmp_path)
-    if warm_start.stock is None:
-        pytest.skip("no job starts from the stock: with --cold-start, or without OMP_NUM_THREADS=1")
-    warm_start.is_on = False
-
-    assert from_stock == started(tmp_path)
-    assert from_stock[2]
-
-
-def test_a_request_that_is_cut_off_does_not_hold_up_the_next_one(tmp_path, warm_start):
-    first = started(tmp_path)
     if warm_start.stock is None:
         pytest.skip("no job starts from the stock: with --cold-start, or without OMP_NUM_THREADS=1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(warm_start.stock.address)
         socket.send_fds(stranger, [(1000).to_bytes(4, "big")], [0, 1, 2])
 
-    assert started(tmp_path) == first
+    assert started(tmp_path) == from_stock
+    assert from_stock[2]
+    warm_start.is_on = False
+    assert started(tmp_path) == from_stock

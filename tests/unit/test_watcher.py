@@ -45,7 +45,7 @@ def test_a_worker_that_the_launcher_of_another_machine_has_given_up_is_ended(tmp
         while not noted.exists():
             assert time.monotonic() < ends_s
             time.sleep(0.02)
-        time.sleep(2.5)
+        time.sleep(1.5)
         assert watcher.poll() is None, "it looks once a second, and ends nothing while the file is there"
 
         noted.unlink()

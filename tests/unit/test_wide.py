@@ -78,10 +78,11 @@ def test_no_sum_of_slices_is_kept_in_16_bits():
     assert plan_rows(dict.fromkeys(range(8), 0), "tree-wide").first_of == {}
 
 
-@pytest.mark.parametrize("order", ["fold", "tree", "fold-wide", "tree-wide"])
+@pytest.mark.parametrize("order", ["fold", "tree"])
 def test_training_in_bfloat16_ends_with_the_same_bits_for_any_number_of_workers(order):
-    ends = {train_bf16.train(order=order, workers=workers) for workers in (1, 3, 4)}
+    plain, wide = (
+        {train_bf16.train(order=name, workers=workers) for workers in (1, 3)} for name in (order, f"{order}-wide")
+    )
 
-    assert len(ends) == 1
-    if order.endswith("-wide"):
-        assert ends != {train_bf16.train(order=order.removesuffix("-wide"))}, "the setting does something"
+    assert len(plain) == len(wide) == 1
+    assert plain != wide, "the setting does something"
