@@ -15,6 +15,7 @@ from holdfast.cli import main
 from holdfast_lab.studies import STUDIES, frameworks
 from holdfast_lab.studies.exact.spread import EXACT, NOTHING
 from holdfast_lab.studies.exact.spread import QUICK as QUICK_SPREAD
+from holdfast_lab.studies.guard.setup import GuardSetup
 from holdfast_lab.studies.parallelism.needs import OMISSIONS
 from holdfast_lab.studies.resilience.cases import QUICK as QUICK_NETWORKS
 from holdfast_lab.studies.scar.programs import policies_of
@@ -100,7 +101,7 @@ SMALLEST = {
     "guard": Smallest(
         ("--only", "flips", "--only", "clean", "--repetitions", "1"),
         {"kind", "clean"},
-        {"guard.cells._CLEAN_EPOCHS": 4},
+        {"guard.cells.GuardSetup": lambda **given: GuardSetup(**given | {"warm": 1, "epochs": 1})},
         files=("clean.sqlite", "the-critical-bit-of-every-kind.sqlite"),
     ),
     "parallelism": Smallest(
