@@ -1,12 +1,17 @@
 """Strategies, fabrics and formats of other packages: a package from outside registers one by an entry point, and a job runs on it."""
 
 import json
+import sys
 import textwrap
 
 import jobs
 import pytest
+from exact import SCRIPT as REFERENCE
+from exact import reference_hash
 
-SCRIPT = (jobs.ROOT / "tests" / "support" / "train_reference.py", "mlp", "sgd")
+from holdfast.cli import main
+
+SCRIPT = (REFERENCE, "mlp", "sgd")
 
 PACKAGE = """
     from typing import ClassVar
@@ -67,7 +72,7 @@ ENTRY_POINTS = """
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
-    """A package as pip would install it: a module, and the metadata of its distribution."""
+    """A package as pip would install it, for jobs and for this process: a module, and the metadata of its distribution."""
     place = tmp_path / "site"
     info = place / "outside-1.0.dist-info"
     info.mkdir(parents=True)
@@ -75,74 +80,65 @@ def outside(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(textwrap.dedent(ENTRY_POINTS))
     monkeypatch.setenv("PYTHONPATH", f"{place}:{jobs.ROOT / 'src'}")
+    monkeypatch.syspath_prepend(place)
+    yield
+    sys.modules.pop("outside", None)
 
 
 def run(folder, *options, code=0):
-    done = jobs.holdfast("run", "-n", 3, "--seed", 5, "--report", folder, "--no-page", *options, *SCRIPT)
+    done = jobs.holdfast("run", "-n", 3, "--report", folder, "--no-page", *options, *SCRIPT)
     assert done.returncode == code, done.stderr
     return json.loads((folder / "report.json").read_text()), done.stdout
 
 
 @pytest.mark.chaos
-def test_a_strategy_from_outside_the_package_decides_what_survivors_do(outside, tmp_path):
-    undisturbed, _ = run(tmp_path / "undisturbed", "--fabric", "virtual")
-    report, _ = run(tmp_path / "again", "--strategy", "again", "--inject", "kill:rank=1,step=4,phase=allreduce")
+def test_a_strategy_a_format_and_a_fabric_from_outside_the_package_carry_a_job_to_the_same_bits(outside, tmp_path):
+    saved = tmp_path / "saved"
+    options = ["--fabric", "gloo", "--strategy", "again", "--inject", "kill:rank=1,step=4,phase=allreduce"]
+    checkpoints = ["--checkpoint-dir", saved, "--checkpoint-format", "again", "--stop-after", 6]
+    first, _ = run(tmp_path / "first", *options, *checkpoints, code=4)
+    second, output = run(tmp_path / "second", "--fabric", "toy", "--checkpoint-dir", saved, "--resume")
 
-    assert report["strategy"] == "again"
-    assert [failure["decision"] for failure in report["failures"]] == ["redo"]
-    assert report["replicas"]["sha256"] == undisturbed["replicas"]["sha256"]
-
-
-@pytest.mark.chaos
-def test_a_job_runs_on_a_fabric_from_outside_the_package(outside, tmp_path):
-    report, said = run(tmp_path / "toy", "--fabric", "toy", "--inject", "kill:rank=2,step=3")
-
-    assert "toy connects 3" in said
-    assert report["fabric"] == "toy"
-    assert len(report["failures"]) == 1
+    assert first["strategy"] == "again"
+    assert [failure["decision"] for failure in first["failures"]] == ["redo"]
+    assert '"format": "again"' in min(saved.glob("step-*/manifest.json")).read_text()
+    assert second["fabric"] == "toy"
+    assert "toy connects 3" in output
+    assert second["replicas"]["state_sha256"] == reference_hash("mlp", "sgd")
 
 
-@pytest.mark.chaos
-def test_checkpoints_in_a_format_from_outside_the_package_are_written_and_loaded(outside, tmp_path):
-    options = ["--fabric", "virtual", "--checkpoint-dir", tmp_path / "saved"]
-    undisturbed, _ = run(tmp_path / "undisturbed", "--fabric", "virtual")
-    run(tmp_path / "first", *options, "--checkpoint-format", "again", "--stop-after", 4, code=4)
-    report, _ = run(tmp_path / "second", *options, "--resume")
-
-    manifest = min((tmp_path / "saved").glob("step-*/manifest.json"))
-    assert '"format": "again"' in manifest.read_text()
-    assert report["replicas"]["sha256"] == undisturbed["replicas"]["sha256"]
+def refusal(capsys, tmp_path, option, name):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "-n", "2", "--report", str(tmp_path / "out"), f"--{option}", name, *map(str, SCRIPT)])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "name", "names"),
     [
-        (
-            ["--checkpoint-format", "again"],
-            "--checkpoint-format must be one of safetensors, hdf5, npz, dcp, got 'again'",
-        ),
-        (["--strategy", "again"], "--strategy must be one of rollback, forward, restart, reinit, partial, got 'again'"),
-        (["--fabric", "toy"], "--fabric must be one of ulfm, gloo, virtual, got 'toy'"),
+        ("checkpoint-format", "again", "safetensors, hdf5, npz, dcp"),
+        ("strategy", "again", "rollback, forward, restart, reinit, partial"),
+        ("fabric", "toy", "ulfm, gloo, virtual"),
     ],
 )
-def test_without_that_package_there_is_no_such_name(tmp_path, options, message):
-    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, *options, *SCRIPT)
-
-    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+def test_without_that_package_there_is_no_such_name(tmp_path, capsys, option, name, names):
+    assert refusal(capsys, tmp_path, option, name) == f"error: --{option} must be one of {names}, got {name!r}\n"
 
 
-@pytest.mark.parametrize("option", ["strategy", "fabric", "checkpoint-format"])
-def test_what_is_none_is_refused_in_one_line(outside, tmp_path, option):
-    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, f"--{option}", "wrong", *SCRIPT)
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("strategy", "wrong", "the entry point 'wrong' of holdfast.strategies must name a subclass of "),
+        ("fabric", "wrong", "the entry point 'wrong' of holdfast.fabrics must name a subclass of "),
+        ("checkpoint-format", "wrong", "the entry point 'wrong' of holdfast.formats must name a subclass of "),
+        ("strategy", "unsure", "--strategy 'unsure' (<class 'outside.Unsure'>) must set its class attribute exact"),
+    ],
+)
+def test_an_entry_point_that_is_none_or_says_too_little_is_refused_in_one_line(
+    outside, tmp_path, capsys, option, name, message
+):
+    said = refusal(capsys, tmp_path, option, name)
 
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the entry point 'wrong' of holdfast.")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_strategy_that_does_not_say_whether_it_is_exact_is_refused_in_one_line(outside, tmp_path):
-    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, "--strategy", "unsure", *SCRIPT)
-
-    assert done.returncode == 2
-    assert "must set its class attribute exact" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1

@@ -10,55 +10,31 @@ import pytest
 from holdfast.cli import main
 
 BAD = {
-    "unknown strategy": (
-        ["--strategy", "hope"],
-        "--strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'",
-    ),
+    "unknown strategy": (["--strategy", "hope"], "--strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'"),
     "stop before the first step": (["--stop-after", "-1"], "--stop-after must be at least 0, got -1"),
     "unknown guard": (["--guard", "cure"], "--guard must be one of stop, warn, heal, off, got 'cure'"),
-    "checksums that nobody looks at": (
-        ["--guard", "off", "--guard-sums"],
-        "--guard-sums needs guard stop, warn or heal",
-    ),
+    "checksums that nobody looks at": (["--guard", "off", "--guard-sums"], "--guard-sums needs guard stop, warn or heal"),
     "unknown fabric": (["--fabric", "smoke"], "--fabric must be one of ulfm, gloo, virtual, got 'smoke'"),
     "replacing the dead where nobody can join": (["--respawn"], "--respawn needs --fabric gloo"),
     "less than no spares": (["--spares", "-1"], "--spares must be at least 0, got -1"),
-    "a hang before it began": (
-        ["--hang-timeout", "-1"],
-        "--hang-timeout must be at least 0.1 seconds and finite, or 0 for never, got -1",
-    ),
+    "a hang before it began": (["--hang-timeout", "-1"], "--hang-timeout must be at least 0.1 seconds and finite, or 0 for never, got -1"),
     "a hang between two pulses": (["--hang-timeout", "0.001"], "--hang-timeout must be at least 0.1 seconds"),
-    "an exit code that means resume": (
-        ["--no-requeue-code", "4"],
-        "--no-requeue-code must be 1, or from 5 to 125, got 4",
-    ),
+    "an exit code that means resume": (["--no-requeue-code", "4"], "--no-requeue-code must be 1, or from 5 to 125, got 4"),
     "a node that left and failed": (["--left-code", "2"], "--left-code must be 0, or from 4 to 125, got 2"),
     "less than no progress": (["--max-no-progress", "-1"], "--max-no-progress must be at least 0, got -1"),
     "no nodes": (["--fabric", "gloo", "--nnodes", "0"], "--nnodes must be at least 1, got 0"),
     "a limit to nothing": (["--fabric", "gloo", "--max-respawns", "2"], "--max-respawns 2 needs --respawn"),
     "nobody to replace the slow": (["--stragglers", "replace"], "--stragglers replace needs --spares or --respawn"),
-    "unknown policy": (
-        ["--stragglers", "shoot"],
-        "--stragglers must be one of ignore, warn, rebalance, replace, got 'shoot'",
-    ),
+    "unknown policy": (["--stragglers", "shoot"], "--stragglers must be one of ignore, warn, rebalance, replace, got 'shoot'"),
     "slower than as fast": (["--straggler-factor", "1"], "--straggler-factor must be more than 1 and finite, got 1"),
     "nodes that cannot meet": (["--fabric", "gloo", "--nnodes", "2"], "--nnodes needs --rdzv"),
     "nodes of Open MPI": (["--nnodes", "2", "--rdzv", "holdfast://h:1"], "--nnodes and --rdzv need --fabric gloo"),
-    "a node too many": (
-        ["--fabric", "gloo", "--nnodes", "2", "--node-rank", "2", "--rdzv", "holdfast://127.0.0.1:29400"],
-        "--node-rank must be from 0 to 1",
-    ),
-    "an open door": (
-        ["--fabric", "gloo", "--nnodes", "2", "--rdzv", "holdfast://h:1"],
-        "needs a secret that all nodes share",
-    ),
+    "a node too many": (["--fabric", "gloo", "--nnodes", "2", "--node-rank", "2", "--rdzv", "holdfast://127.0.0.1:29400"], "--node-rank must be from 0 to 1"),
+    "an open door": (["--fabric", "gloo", "--nnodes", "2", "--rdzv", "holdfast://h:1"], "needs a secret that all nodes share"),
     "no workers": (["-n", "0"], "--workers must be at least 1, got 0"),
     "workers by the million": (["-n", "9" * 20], f"--workers must be at most 65536, got {'9' * 20}"),
     "spares by the million": (["--spares", "9" * 20], f"--spares must be at most 65536, got {'9' * 20}"),
-    "nodes by the million": (
-        ["--fabric", "gloo", "--nnodes", "9" * 20, "--inject", "kill:rank=1,step=1"],
-        f"--nnodes must be at most 65536, got {'9' * 20}",
-    ),
+    "nodes by the million": (["--fabric", "gloo", "--nnodes", "9" * 20, "--inject", "kill:rank=1,step=1"], f"--nnodes must be at most 65536, got {'9' * 20}"),
     "workers by the million on all nodes": (
         ["--fabric", "gloo", "-n", "60000", "--spares", "2", "--nnodes", "60000", "--rdzv", "holdfast://127.0.0.1:1"],
         "workers and spares must be at most 65536 on all 60000 nodes together, got 3600120000",
@@ -67,10 +43,7 @@ BAD = {
         ["--fabric", "gloo", "--respawn", "--max-respawns", "9" * 20, "--inject", "kill:rank=1,step=1"],
         f"--max-respawns must be at most 65536, got {'9' * 20}",
     ),
-    "a hang after the end of time": (
-        ["--hang-timeout", "1e300"],
-        "--hang-timeout must be at most 1e+09 seconds, or 0 for never, got 1e+300",
-    ),
+    "a hang after the end of time": (["--hang-timeout", "1e300"], "--hang-timeout must be at most 1e+09 seconds, or 0 for never, got 1e+300"),
     "workers not a number": (["-n", "two"], "--workers must be a whole number, got 'two'"),
     "a unit": (["--hang-timeout", "5s"], "--hang-timeout must be a number of seconds, without a unit, got '5s'"),
     "unknown option": (["--hope"], "No such option: --hope"),
@@ -78,10 +51,7 @@ BAD = {
     "rank out of range": (["-n", "2", "--inject", "kill:rank=5,step=1"], "rank must be one of 0..1, got 5"),
     "malformed fault": (["--inject", "kill:rank=1"], "step is missing"),
     "flip of nothing": (["--inject", "flip:rank=0,step=1"], "--inject flip:rank=0,step=1: target is missing"),
-    "flip of no such bits": (
-        ["--inject", "flip:rank=0,step=1,target=weights,bits=top"],
-        "bits must be one of all, sign",
-    ),
+    "flip of no such bits": (["--inject", "flip:rank=0,step=1,target=weights,bits=top"], "bits must be one of all, sign"),
     "unknown fault": (["--inject", "tickle:rank=0,step=1"], "got 'tickle'"),
     "restart without checkpoints": (["--strategy", "restart"], "--strategy restart needs --checkpoint-dir"),
     "resume without checkpoints": (["--resume"], "--resume needs --checkpoint-dir"),
@@ -93,33 +63,21 @@ BAD = {
     "negative mtbf": (["--mtbf=-1"], "--mtbf must be more than 0 seconds, got -1"),
     "mtbf without processes": (["--fabric", "virtual", "--mtbf", "1"], "--mtbf kills processes"),
     "no checkpoint interval": (["--checkpoint-every", "0"], "--checkpoint-every must be at least 1, got 0"),
-    "interval in words": (
-        ["--checkpoint-every", "often"],
-        "--checkpoint-every must be a number of steps, at least 1, or auto, got often",
-    ),
+    "interval in words": (["--checkpoint-every", "often"], "--checkpoint-every must be a number of steps, at least 1, or auto, got often"),
     "auto without checkpoints": (["--checkpoint-every", "auto"], "--checkpoint-every needs --checkpoint-dir"),
-    "unknown format": (
-        ["--checkpoint-dir", "c", "--checkpoint-format", "pickle"],
-        "--checkpoint-format must be one of safetensors, hdf5, npz, dcp, got 'pickle'",
-    ),
-    "one checkpoint": (
-        ["--checkpoint-dir", "c", "--keep-last", "1"],
-        "--keep-last must be at least 2, because the newest may turn out to be damaged, got 1",
-    ),
+    "unknown format": (["--checkpoint-dir", "c", "--checkpoint-format", "pickle"], "--checkpoint-format must be one of safetensors, hdf5, npz, dcp, got 'pickle'"),
+    "one checkpoint": (["--checkpoint-dir", "c", "--keep-last", "1"], "--keep-last must be at least 2, because the newest may turn out to be damaged, got 1"),
     "keeping nothing": (["--keep-last", "3"], "--keep-last needs --checkpoint-dir"),
     "keeping some of all": (["--checkpoint-dir", "c", "--keep-every", "5"], "--keep-every needs --keep-last"),
     "no grace": (["--grace", "0"], "--grace must be more than 0 seconds and finite, got 0"),
     "endless grace": (["--grace", "inf"], "--grace must be more than 0 seconds and finite, got inf"),
     "no expected mtbf": (["--expected-mtbf", "0"], "--expected-mtbf must be more than 0 seconds, got 0"),
     "negative slices": (["--slices", "-1"], "--slices must be at least 0, got -1"),
-    "slices in words": (
-        ["--slices", "some"],
-        "--slices must be a number, auto, or auto:F to bear the loss of F workers",
-    ),
+    "slices in words": (["--slices", "some"], "--slices must be a number, auto, or auto:F to bear the loss of F workers"),
     "nobody would be left": (["-n", "3", "--slices", "auto:3"], "--slices auto:F must leave a worker: F must be below"),
     "negative restarts": (["--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
     "no patience": (["--stall-timeout", "0"], "--stall-timeout must be more than 0 seconds, got 0"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

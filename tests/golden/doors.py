@@ -20,18 +20,8 @@ EXPLORER = [
 STRATEGIES = ["holdfast.recovery"]
 SHAPE = ["holdfast.recovery.placement", "holdfast.recovery.homes"]
 
-EXPLORED = {
-    "protocol": ["tests/model/test_protocol_explored.py", "tests/property/test_protocol_explored.py"],
-    "split": ["tests/model/test_split_explored.py", "tests/property/test_split_explored.py"],
-    "guard": ["tests/model/test_guard_explored.py", "tests/property/test_guard_explored.py"],
-    "shared_sum": ["tests/model/test_shared_sum_explored.py", "tests/property/test_shared_sum_explored.py"],
-}
-"""Where the tree has its explorations, which hold the broken protocols."""
-
 NAMES = {new: old for old, new in renames.NAMES.items()} | {"PlacementShape": "Shape"}
 """Name in the record of a class of events, orders, progress or placement, by its new name."""
-FIELDS: dict[str, str] = {}
-"""Today's name of a field of the explorer's World or Split, by its new name."""
 
 
 def find(modules, name):
@@ -56,20 +46,6 @@ def tap_protocol(heard):
         return orders
 
     protocol.handle = tapped
-
-
-def tap_explorer(found):
-    """Let ``found`` know of each result of the explorer, before anything imports it."""
-    for name in ("explore", "walk"):
-        call = find(EXPLORER, name)
-        module = importlib.import_module(call.__module__)
-
-        def tapped(*given, _call=call, **named):
-            result = _call(*given, **named)
-            found(result.states, result.violation, len(result.trace))
-            return result
-
-        setattr(module, name, tapped)
 
 
 def explore(strategy, split=None, changes=(), **world):

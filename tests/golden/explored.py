@@ -1,14 +1,9 @@
-"""The explorer: how many states small jobs have, and that what breaks without a line of the protocol breaks in the same way.
-
-The broken protocols reach into the protocol, so they stand in the tree's own tests; these run here with the explorer tapped. By test
-function, in the order of its cases: names of classes, which may change, are not in the record.
-"""
+"""The explorer: how many states small jobs have, and what goes wrong in them. In the tree under test, it reads worlds and explores them."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import sys
 
 import doors
-from tree import HERE
 
 SMALL = {
     # Worlds of docs/explanation/protocol-*.md that its tests leave out, or that the longest tests hold: workers, deaths, and what else.
@@ -38,38 +33,17 @@ def cases():
 
 
 def record(tree, work):
-    """Return states and violations of the cases here, and of the tree's own tests."""
-    with ThreadPoolExecutor(2) as pool:
-        own = pool.submit(tree.script, "tapped.py", given=json.dumps(cases()))
-        tests = {
-            name: pool.submit(_of_tests, tree, paths, work / f"explored-{name}.json")
-            for name, paths in doors.EXPLORED.items()
-        }
-        return {"worlds": own.result()} | {name: future.result() for name, future in tests.items()}
+    """Return states and violations of each case."""
+    return tree.script("explored.py", given=json.dumps(cases()))
 
 
-def _of_tests(tree, paths, out):
-    """Run the explorations of a file of tests of the tree; return by function what each exploration found."""
-    there = [path for path in paths if (tree.path / path).is_file()]
-    if not there:
-        return f"none of {', '.join(paths)} is there: adapt doors.py"
-    words = (
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tapped",
-        "--golden-out",
-        out,
-        "--timeout",
-        600,
-        there[0],
-    )
-    done = tree.python(*words, extra_path=HERE)
-    return (
-        {"exit": done.code, "found": json.loads(out.read_text())}
-        if out.is_file()
-        else {"exit": done.code, "said": done.out[-2000:]}
-    )
+def explored(strategy, world):
+    """Return the states of a world, and what a violation is, without the details, which name classes."""
+    if "leavers" in world:
+        world["leavers"] = frozenset(world["leavers"])
+    states, violation = doors.explore(strategy, **world)
+    return [states, violation and violation.partition(":")[0]]
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: explored(*case) for name, case in json.load(sys.stdin).items()}))

@@ -46,14 +46,11 @@ class Tree:
         fixed = {"PYTHONPATH": src, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
         return env | fixed | {"PYTHONDONTWRITEBYTECODE": "1"} | ({"TMPDIR": str(tmp)} if tmp else {})
 
-    def python(self, *words, cwd=None, given="", timeout=SECTION_S, tmp=None, extra_path=None):
+    def python(self, *words, cwd=None, given="", timeout=SECTION_S, tmp=None):
         """Run Python with the code of this tree."""
-        env = self.env(tmp)
-        if extra_path is not None:
-            env["PYTHONPATH"] += f":{extra_path}"
         done = subprocess.run(
             [sys.executable, *map(str, words)],
-            capture_output=True, text=True, input=given, timeout=timeout, cwd=cwd or self.path, env=env, check=False,
+            capture_output=True, text=True, input=given, timeout=timeout, cwd=cwd or self.path, env=self.env(tmp), check=False,
         )  # fmt: skip
         return Done(done.returncode, done.stdout, done.stderr)
 

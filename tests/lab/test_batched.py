@@ -59,8 +59,6 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
         {"strategy": "rollback"},
         {"strategy": "rollback", "batch": "local", "rescale": "original"},
         {"strategy": "forward"},
-        {"strategy": "forward", "rescale": "original"},
-        {"strategy": "forward", "batch": "local"},
         {"strategy": "forward", "batch": "local", "rescale": "original", "slices": 16},
         {"strategy": "forward", "split": "even"},
         {"strategy": "restart"},

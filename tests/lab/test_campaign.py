@@ -66,27 +66,27 @@ def by_brute_force(campaign) -> list[dict]:
 # --------------------------------------------------------------------------------------------- the table
 
 
-def test_the_table_is_that_of_trials_made_one_after_the_other(tmp_path):
-    campaign = campaign_of({"a": {}, "b": {"raises": 0.3}, "sure": {"weights": [1, 0, 0]}}, width=0.14, most=70)
+def test_the_table_is_that_of_trials_made_one_after_the_other_without_the_cell_that_cannot_be_prepared(tmp_path):
+    cells = {"a": {}, "b": {"raises": 0.3}, "nan": {"weights": [0, 0, 1]}, "sure": {"weights": [1, 0, 0]}}
+    stop = {"width": 0.14, "most": 70}
     heard = []
 
-    broken = run_campaign(campaign, tmp_path / "rows.db", 2, heard.append)
+    broken = run_campaign(
+        campaign_of({"no": {"refuses": "there is no such data"}, **cells}, **stop),
+        tmp_path / "rows.db",
+        2,
+        heard.append,
+    )
 
-    assert broken == {}
-    assert table(tmp_path / "rows.db") == by_brute_force(campaign)
-    counts = {name: sum(row["cell"] == name for row in table(tmp_path / "rows.db")) for name in ("a", "b", "sure")}
+    rows = table(tmp_path / "rows.db")
+    assert broken == {"no": "ValueError: there is no such data"}
+    assert rows == by_brute_force(campaign_of(cells, **stop))
+    counts = {name: sum(row["cell"] == name for row in rows) for name in cells}
     assert counts["sure"] < counts["a"] < 70  # a sure thing is known early, and nothing takes all
     assert all(count % 10 == 0 for count in counts.values())
+    assert {(row["outcome"], row["loss"]) for row in rows if row["cell"] == "nan"} == {(NAN, None)}
     assert any(line.startswith("b: training failed in trial ") and "RuntimeError: 0." in line for line in heard)
     assert f"sure: {counts['sure']} trials, RWC 100.0%" in "\n".join(heard)
-
-
-def test_numbers_that_are_not_finite_are_null(tmp_path):
-    run_campaign(campaign_of({"a": {"weights": [0, 0, 1]}}, least=1, most=1), tmp_path / "rows.db", 1)
-
-    rows = read_rows(tmp_path / "rows.db")
-
-    assert [(row["outcome"], row["loss"]) for row in rows] == [(NAN, None)]
 
 
 def test_a_cell_ends_at_the_first_batch_that_says_enough():
@@ -178,15 +178,6 @@ def test_a_trial_without_an_end_has_failed(tmp_path):
     )
 
 
-def test_a_cell_that_cannot_be_prepared_is_told_and_the_others_are_made(tmp_path):
-    campaign = campaign_of({"no": {"refuses": "there is no such data"}, "yes": {}}, most=10)
-
-    broken = run_campaign(campaign, tmp_path / "rows.db", 2)
-
-    assert broken == {"no": "ValueError: there is no such data"}
-    assert [row["cell"] for row in read_rows(tmp_path / "rows.db")] == ["yes"] * 10
-
-
 def trial_without_outcome(warm, seed):
     return {"outcome": "fine"}
 
@@ -269,7 +260,8 @@ def test_sigterm_ends_it_in_order_and_it_goes_on_to_the_same_table(tmp_path):
 # --------------------------------------------------------------------------------------------- the file
 
 
-def test_a_file_of_another_campaign_is_refused_and_one_with_more_cells_is_not(tmp_path):
+def test_a_file_of_another_campaign_is_refused_and_one_with_more_cells_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast_lab.studies.campaign.WorkerPool", Here)
     path = tmp_path / "rows.db"
     run_campaign(campaign_of({"a": {"takes_s": 0}}, most=10), path, 1)
 
@@ -343,14 +335,14 @@ def test_processes_give_rows_in_order_and_pass_on_what_is_raised():
         WorkerPool(0)
 
 
-@pytest.mark.parametrize("takes_s", [0, DEADLINE_S])
-def test_what_a_call_leaves_open_is_closed_with_its_process_idle_or_not(takes_s, tmp_path):
-    with WorkerPool(1) as workers:
-        workers.free()[0].give("it", None, leave_open, {"place": str(tmp_path), "takes_s": takes_s})
-        if not takes_s:
-            assert Path(workers.wait()[0].value[0]["value"]).is_dir()
+def test_what_a_call_leaves_open_is_closed_with_its_process_idle_or_not(tmp_path):
+    with WorkerPool(2) as workers:
+        for worker, takes_s in zip(workers.free(), (0, DEADLINE_S), strict=True):
+            worker.give(takes_s or "idle", None, leave_open, {"place": str(tmp_path), "takes_s": takes_s})
+        (idle,) = workers.wait()
+        assert (idle.key, Path(idle.value[0]["value"]).is_dir()) == ("idle", True)
         end_s = time.monotonic() + DEADLINE_S
-        while not list(tmp_path.glob("*/left")):
+        while len(list(tmp_path.glob("*/left"))) < 2:
             assert time.monotonic() < end_s, "it does not begin"
             time.sleep(0.01)
 

@@ -313,11 +313,7 @@ def test_interruptions_are_counted_by_cause(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
-        (
-            "spot",
-            "0,add,a\n1,vanish,a\n",
-            "line 2: vanish a: only an absent machine can be added, and only a present one removed",
-        ),
+        ("spot", "0,add,a\n1,vanish,a\n", "line 2: vanish a: only an absent machine can be added, and only a present one removed"),
         ("spot", "5,add,a\n1,add,b\n", "line 2: the time is before that of the previous line"),
         ("spot", "0,add,a\n1,remove\n", "line 2: it must be milliseconds,add|remove,name, got '1,remove'"),
         ("spot", "0,add,a,b\n", "line 1: it must be milliseconds,add|remove,name, got '0,add,a,b'"),
@@ -327,29 +323,17 @@ def test_interruptions_are_counted_by_cause(tmp_path):
         ("table", f"{'9' * 140_000}\n", "line 1: field larger than field limit"),
         ("infinitehbd", "[" * 100_000, "is not a list of fault starts and ends: its brackets are nested too deep"),
         ("sizes", "2021-12-11 11:00:00, 2\n", "line 1: it must be date, time, machines, got '2021-12-11 11:00:00, 2'"),
-        (
-            "sizes",
-            "2021-12-11, 11:00:00, 2\n2021-12-11, 10:00:00, 2\n",
-            "line 2: the time is before that of the previous line",
-        ),
+        ("sizes", "2021-12-11, 11:00:00, 2\n2021-12-11, 10:00:00, 2\n", "line 2: the time is before that of the previous line"),
         ("sizes", "2021-12-11, 11:00:00, 1\n2021-12-11, 12:00:00, -1\n", "line 2: -1 machines"),
-        (
-            "sizes",
-            "2021-12-11, 11:00:00, 2\n2021-12-11, 12:00:00+01:00, 2\n",
-            "line 2: 2021-12-11 12:00:00+01:00 has a time zone",
-        ),
-        (
-            "lanl",
-            "System,nodes,nodenumz,Prob Started,Prob Fixed\n20,4,1,1/2/2003 10:00,1/1/2003 10:00\n",
-            "contains no outage",
-        ),
+        ("sizes", "2021-12-11, 11:00:00, 2\n2021-12-11, 12:00:00+01:00, 2\n", "line 2: 2021-12-11 12:00:00+01:00 has a time zone"),
+        ("lanl", "System,nodes,nodenumz,Prob Started,Prob Fixed\n20,4,1,1/2/2003 10:00,1/1/2003 10:00\n", "contains no outage"),
         ("lanl", "a,b\n", "has no column System, nodes"),
         ("table", "unit,start_s,end_s\nx,one,2\n", "line 2: could not convert"),
         ("infinitehbd", "{", "is not a list of fault starts and ends"),
         ("table", "unit,start_s,end_s\n", "contains no outage"),
         ("weather", "", "kind of trace must be one of infinitehbd, lanl, spot, sizes, ssd, table, got 'weather'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_is_refused(tmp_path, kind, text, says):
     path = tmp_path / "trace"
     path.write_text(text)

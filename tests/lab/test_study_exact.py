@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from holdfast.errors import ConfigError
 from holdfast_lab.pages.study import render_study
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options
 from holdfast_lab.studies.exact import claims, spread
@@ -178,10 +177,6 @@ def claim(rows: list[dict[str, Any]], words: str) -> Claim:
     return next(one for one in hold_claims(rows, 0) if one.claim == words)
 
 
-def test_without_rows_nothing_is_claimed():
-    assert {(one.holds, one.ours) for one in hold_claims([], 0)} == {(None, None)}
-
-
 @pytest.mark.parametrize(("ratio", "holds"), [(1.0, True), (1.025, None), (1.06, False)])
 def test_one_network_that_costs_more_refutes_that_order_costs_nothing(ratio, holds):
     rows = [cost_row(1, 0.8), cost_row(1, ratio), cost_row(2, 9.0), cost_row(1, 9.0, variant=TREE)]
@@ -238,19 +233,6 @@ def test_every_part_is_on_the_page():
 
 # ---------------------------------------------------------------------------------------------
 # What is asked for
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"only": ("imagined",)}, "--only must be one of cost, memory, goodput, spread, got 'imagined'"),
-        ({"model": "vgg16"}, "--network must be one of mlp, cnn, gpt, got 'vgg16'"),
-        ({"repetitions": 1}, "--repetitions must be at least 2"),
-    ],
-)
-def test_what_there_is_not_is_refused(options, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        STUDY.plan(Options(out=tmp_path, **options)).settings()
 
 
 def test_parts_and_networks_are_left_out_as_asked(tmp_path):

@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from holdfast.errors import ConfigError
 from holdfast_lab.pages.study import render_study
-from holdfast_lab.studies.base import MEASURED, Options
+from holdfast_lab.studies.base import MEASURED
 from holdfast_lab.studies.campaign_plan import Campaign, StopRule, check_alone
 from holdfast_lab.studies.guard import trial as guard_trial
 from holdfast_lab.studies.guard.cells import CLEAN, KINDS, parts
@@ -16,7 +15,7 @@ from holdfast_lab.studies.guard.cost import LARGE, cost_rows
 from holdfast_lab.studies.guard.page import sections
 from holdfast_lab.studies.guard.rows import bit_rows, clean_row, is_harmful, kind_row, missed_rows, weighted
 from holdfast_lab.studies.guard.setup import CRITICAL, STRATA, TARGETS, WEIGHTS, GuardCase, GuardSetup
-from holdfast_lab.studies.guard.study import STUDY, flip_rows
+from holdfast_lab.studies.guard.study import flip_rows
 from holdfast_lab.studies.guard.trial import prepare, prepare_clean, trial, trial_clean
 
 SHORT = GuardSetup(optimizer="sgd", warm=2, epochs=1)
@@ -198,12 +197,3 @@ def test_the_design_has_every_bit_of_every_kind_and_the_steps_that_are_asked_for
     clean = [(part, cell) for part in whole if part.clean for cell in part.cells]
     assert sum(part.trials * cell.settings["epochs"] * (1497 // 64) for part, cell in clean) >= 100_000
     assert all(len({cell.name for cell in part.cells}) == len(part.cells) for part in whole)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [({"only": ("cnn",)}, "--only must be one of flips, clean, cost"), ({"model": "mlp"}, "--network")],
-)
-def test_what_there_is_not_is_refused(asked, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        STUDY.plan(Options(out=tmp_path, **asked)).tasks()

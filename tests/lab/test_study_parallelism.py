@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import ConfigError
 from holdfast_lab.pages.study import render_study, shown_section
 from holdfast_lab.studies.base import FAILED, MEASURED, NOT_RUN, Claim, Options
 from holdfast_lab.studies.parallelism.claims import hold_claims
@@ -349,10 +348,6 @@ def claim(rows: list[dict[str, Any]], words: str) -> Claim:
     return next(c for c in hold_claims(rows, 0) if words in c.claim)
 
 
-def test_without_rows_nothing_is_claimed():
-    assert {c.holds for c in hold_claims([], 0)} == {None}
-
-
 def test_every_claim_holds_of_runs_that_went_well():
     assert {c.claim: c.holds for c in hold_claims(rows_of_study() * 6, 0) if not c.holds} == {}
 
@@ -522,18 +517,6 @@ def test_only_blocks_that_are_not_here_are_read_and_the_others_go(tmp_path):
 
     assert [(read["step"], read["blocks"], read["samples"]) for read in blocks.reads] == [(0, [0, 1], 24), (2, [2], 12)]
     assert sorted(blocks.held) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"only": ("voting",)}, "--only must be one of replicated, .*, got 'voting'"),
-        ({"model": "lenet"}, "--network must be one of cnn, .*, got 'lenet'"),
-    ],
-)
-def test_what_there_is_not_is_refused(options, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        STUDY.plan(Options(out=tmp_path, **options)).tasks()
 
 
 def test_the_whole_study_kills_in_iteration_300_and_every_rank_of_two(tmp_path):

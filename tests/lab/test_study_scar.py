@@ -548,10 +548,6 @@ def test_every_policy_that_has_a_name_of_its_own_is_explained_on_the_page():
     assert "survivors" in told["calibrated dead reckoning"]
 
 
-def test_without_trials_nothing_is_claimed():
-    assert {found.holds for found in hold_claims([], 0)} == {None}
-
-
 # ---------------------------------------------------------------------------------------------
 # The study
 
@@ -589,20 +585,6 @@ def test_interrupted_it_goes_on_and_finds_what_it_would_have_found(tmp_path, mon
     assert without_times(twice) == without_times(whole)
 
 
-def test_the_quick_study_runs_in_processes_of_its_own_and_draws_its_page(tmp_path):
-    results = carry_out(STUDY, options(tmp_path))
-
-    measured = [row for row in results["rows"] if row["part"] == "trial" and row["kind"] == "main"]
-    late = {(row["kind"], row["trial"]) for row in results["rows"] if row.get("late")}
-    assert len(late) == 3
-    assert {(row["trial"], row["policy"]) for row in measured} == {
-        (number, policy.name) for number in range(3) for policy in policies_of("quick", (), Shrinking())
-    }
-    page = render_study(results)
-    assert "The abstract&#39;s number" in page
-    assert page.count("<figure>") >= 2
-
-
 def test_data_that_cannot_be_read_are_a_failure_with_all_that_needs_them_and_are_read_again(tmp_path, monkeypatch):
     in_this_process(monkeypatch)
     damaged = tmp_path / "train-images-idx3-ubyte.gz"
@@ -633,19 +615,6 @@ def test_a_program_whose_data_are_missing_is_reported_and_the_others_are_run(tmp
     assert [(row["part"], row["program"]) for row in failed] == [("pilot", "mlr-covertype")]
     assert "CoverType is not in" in failed[0]["why"]
     assert any(row["part"] == "trial" for row in results["rows"])
-
-
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ({"only": ("mlr",)}, "--only must be one of mlr-covertype, .*, got 'mlr'"),
-        ({"only": ("mlr-fashion",)}, "mlr-fashion needs data from files: .* --data"),
-        ({"model": "cnn"}, "--network cannot be used with this study, got 'cnn'"),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_one_line(tmp_path, said, why):
-    with pytest.raises(ConfigError, match=why):
-        STUDY.plan(Options(out=tmp_path, **said)).tasks()
 
 
 def test_every_task_of_the_whole_study_has_a_name_of_its_own(tmp_path):

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import ConfigError, InternalError
+from holdfast.errors import InternalError
 from holdfast.faults.alteration import Alteration
-from holdfast_lab.studies import carry_out
 from holdfast_lab.studies.base import MEASURED, Options
 from holdfast_lab.studies.campaign_plan import found_by
 from holdfast_lab.studies.soft_errors import study as soft_errors
@@ -19,7 +18,7 @@ from holdfast_lab.studies.soft_errors.group import TrainingGroup
 from holdfast_lab.studies.soft_errors.page import sections
 from holdfast_lab.studies.soft_errors.rows import cell_row
 from holdfast_lab.studies.soft_errors.setup import BELOW, CRITICAL, OPTIMIZER, PLATFORMS, SoftErrorCase, SoftErrorSetup
-from holdfast_lab.studies.soft_errors.study import STUDY, TABLE
+from holdfast_lab.studies.soft_errors.study import STUDY
 from holdfast_lab.studies.soft_errors.trial import bits_of
 from holdfast_lab.studies.soft_errors.workers import session as soft_session
 from holdfast_lab.studies.soft_errors.workers.process import Disturbance, alter
@@ -185,35 +184,8 @@ def test_the_critical_bit_is_the_worst_or_it_is_said_which_is(worst, holds):
     assert found.holds is holds
 
 
-def test_horovod_was_not_tested():
-    found = claim([], "Horovod")
-
-    assert found.holds is None
-    assert found.found.startswith("not tested")
-
-
 # ---------------------------------------------------------------------------------------------
 # The study
-
-
-def test_a_study_ends_with_rows_claims_and_a_page_and_is_not_done_twice(tmp_path: Path):
-    options = Options(out=tmp_path, quick=True, only=("session",), repetitions=2)
-    said: list[str] = []
-
-    results = carry_out(STUDY, options, said.append)
-    carry_out(STUDY, options, said.append)
-
-    cells = [row for row in results["rows"] if row["part"] == "cell"]
-    assert [(row["flips"], row["bits"], row["trials"], row["status"]) for row in cells] == [
-        (1, "all", 2, MEASURED),
-        (1, CRITICAL, 2, MEASURED),
-        (100, BELOW, 2, MEASURED),
-    ]
-    assert {row["platform"] for row in cells} == {"session"}
-    assert (tmp_path / TABLE).is_file()
-    assert said[-1].startswith("2 of 2 tasks are already finished")
-    shown = {section["id"] for section in sections(results["rows"]) if section["rows"]}
-    assert {"quick-harmed", "quick-outcomes", "quick-table", "quick-errors"} <= shown
 
 
 def test_each_platform_of_the_crossed_design_has_a_figure_of_its_own():
@@ -227,21 +199,3 @@ def test_each_platform_of_the_crossed_design_has_a_figure_of_its_own():
         ("crossed-session-harmed", ["session"]),
         ("crossed-session-outcomes", ["session"]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"only": ("horovod",)},
-            "--only must be one of ddp, pipeline, hybrid, session, crossed, .*, networks, got 'horovod'",
-        ),
-        ({"only": ("bursts",), "quick": True}, "--only must be one of ddp, pipeline, hybrid, session, got 'bursts'"),
-        ({"only": ("session", "bursts")}, "--only session --only bursts leaves nothing to run: .* add --only ddp"),
-        ({"model": "gpt"}, "--network must be one of mlp, cnn, resnet18, resnet50, got 'gpt'"),
-        ({"data": Path("/nowhere")}, "--data must be a directory with the files of one of cifar100, cifar10, fashion"),
-    ],
-)
-def test_what_there_is_not_is_refused_in_one_line(options, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        STUDY.plan(Options(out=tmp_path, **options)).tasks()

@@ -52,12 +52,11 @@ QUICK = {
     "mlp": {},
     "cnn": {},
     "alexnet": {"image": (1, 28)},
-    "vgg16": {"image": (1, 28)},
     "resnet18": {"image": (1, 16)},
     "googlenet": {"image": (1, 16), "aux": True},
     "gpt": TINY_GPT,
 }
-"""One of each that is run; ResNet-50 differs from ResNet-18 in its shapes only, which ``meta`` checks."""
+"""One of each kind that is run; ResNet-50 and VGG-16 differ from others in their shapes only, which ``meta`` checks."""
 
 
 def size(model: nn.Module) -> int:
@@ -108,7 +107,7 @@ def test_a_network_multiplies_as_often_as_the_published_one(name, billions):
 
 
 @pytest.mark.parametrize("name", IMAGE_MODELS)
-@pytest.mark.parametrize("image", [(1, 16), (2, 63), (3, 64), (3, 227)])
+@pytest.mark.parametrize("image", [(1, 16), (2, 63), (3, 227)])
 def test_a_network_takes_images_of_every_size(name, image):
     channels, side = image
     model = make_model(name, 7, image=image, device="meta")
@@ -131,7 +130,7 @@ def test_the_described_layers_hold_all_parameters():
 # -- what they compute
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "alexnet", "vgg16", "resnet18", "googlenet", "gpt"])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_network_learns_from_one_sample(name):
     """The last slice of an epoch may hold no more. Every parameter takes part."""
     model = make_model(name, **QUICK[name])

@@ -5,6 +5,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -55,15 +56,21 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def start(line: str, folder: Path) -> subprocess.Popen[str]:
-    """Start a command in ``folder`` as a reader would, with stderr among its output as on a terminal."""
+    """Start a command in ``folder`` as a reader would, with stderr among its output as on a terminal.
+
+    A job is started by the module, not by the script of that name, so that a test has torch imported already.
+    """
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "OMPI_", "PMIX_"))}
     environment = own | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "LC_ALL": "C.UTF-8",
     }
+    words = ["bash", "-c", line]
+    if line.startswith("holdfast run "):
+        words = [sys.executable, "-m", "holdfast", *shlex.split(line)[1:]]
     return subprocess.Popen(
-        ["bash", "-c", line],
+        words,
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

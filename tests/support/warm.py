@@ -411,7 +411,7 @@ class WarmStart:
         if env.get("OMP_NUM_THREADS") != "1":
             return False  # its imports start threads, and it cannot be forked
         if self.stock is None:
-            self.stock = Stock(read_at_start(env))
+            self.stock = Stock(read_at_start(env) | {SEARCHED: env.get(SEARCHED, "")})
         return not differs(as_of_fork_server(env), self.stock.env)
 
     def close(self):
