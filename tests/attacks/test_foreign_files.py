@@ -9,7 +9,6 @@ import io
 import json
 import os
 import pickle
-import random
 import struct
 import subprocess
 import sys
@@ -581,37 +580,34 @@ from holdfast.tools.formats.kinds import open_imported
 from holdfast.errors import CheckpointError
 
 warnings.simplefilter("error")
-path, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-whole, chance, refused = path.read_bytes(), random.Random(seed), 0
-for _ in range(rounds):
-    data = bytearray(whole)
-    for _ in range(chance.choice((1, 2, 8))):
-        data[chance.randrange(len(data))] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
-    bad = path.with_name("bad" + path.suffix)
-    bad.write_bytes(data)
-    try:
-        with open_imported(bad) as source:
-            source.load()
-    except CheckpointError as error:
-        refused += 1
-        assert chr(10) not in str(error), error
-print(refused)
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    print(path.name, end=" ", flush=True)  # after a crash, the last one
+    whole, chance, refused = path.read_bytes(), random.Random(path.name), 0
+    for _ in range(120):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 2, 8))):
+            data[chance.randrange(len(data))] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
+        bad = path.with_name("bad" + path.suffix)
+        bad.write_bytes(data)
+        try:
+            with open_imported(bad) as source:
+                source.load()
+        except CheckpointError as error:
+            refused += 1
+            assert chr(10) not in str(error), error
+    print(refused)
 """
 
 
-@pytest.mark.parametrize("kind", ["s.safetensors", "n.npz", "c.npz", "t.pt", "h.h5"])
-def test_bytes_that_were_altered_at_random_are_read_or_refused_and_nothing_else(tmp_path, kind):
-    sound_files(tmp_path)
-    seed = random.Random(kind).randrange(1000)
+def test_bytes_that_were_altered_at_random_are_read_or_refused_and_nothing_else(tmp_path):
+    names = [file.name for file in sound_files(tmp_path)]
 
     # In a process of its own: a library in C that reads where it must not would take the tests with it.
     done = subprocess.run(
-        [sys.executable, "-c", FUZZ, str(tmp_path / kind), str(seed), "150"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", FUZZ, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
 
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) > 0
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    refused = dict(line.split() for line in done.stdout.splitlines())
+    assert list(refused) == names
+    assert "0" not in refused.values()

@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from jobs import assert_landed, clean_env, exit_codes, run_report
+from jobs import assert_landed, clean_env, exit_codes, free_port, run_report
 
 SCRIPTS = Path(__file__).with_name("backend_scripts")
 JOB_S = 150
@@ -83,9 +82,7 @@ def test_without_filling_no_rank_finishes(tmp_path):
 
 def test_over_plain_gloo_a_death_ends_every_rank(tmp_path):
     """The negative control."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     shared = env_of(tmp_path, {1: "backward:3"}, FRAMEWORKS_BACKEND="gloo", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     with (tmp_path / "output").open("w") as output:
         ranks = [

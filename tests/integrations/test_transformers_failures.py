@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, assert_landed, clean_env, holdfast, run_report
+from jobs import ROOT, assert_landed, clean_env, free_port, holdfast, run_report
 from tutorials import comparable, executed
 
 transformers = pytest.importorskip("transformers")
@@ -66,10 +65,7 @@ def test_workers_die_in_a_step_in_an_evaluation_and_while_saving(tmp_path, undis
 
 
 def test_over_ddp_on_gloo_the_same_script_does_not_finish(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KILL": "1:3:step"}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "KILL": "1:3:step"}
     workers = [alone(SCRIPT, tmp_path, "ddp", **common, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
     said = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]

@@ -424,13 +424,15 @@ class Draft(Sums):
     def _steps_somewhere(self, sums: Sequence[Sum]) -> Iterator[int]:
         """Yield how many steps are in the weights or the snapshot of somebody, or in what a newcomer was given, or may yet be."""
         for worker in self._workers:
-            if worker is not None and worker.steps != JOINING:
+            if worker is None:
+                continue
+            if worker.steps != JOINING:
                 yield worker.steps
-            if worker is not None and worker.given is not None:
+            if worker.given is not None:
                 yield worker.given.steps
-            if worker is not None and worker.snapshot >= 0:
+            if worker.snapshot >= 0:
                 yield worker.snapshot
-            if worker is not None:
+            if self._engine.world.flips:
                 yield from (kept.steps for kept in (worker.verified, worker.candidate) if kept.steps >= 0)
         for _, payload in (each for this in sums for each in this.brought):
             if isinstance(payload, Given):

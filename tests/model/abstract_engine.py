@@ -59,7 +59,7 @@ from holdfast.recovery.messages import (
     VoteStep,
 )
 from model.abstract_members import FLIP, NEW_SETTINGS, Lapse, Wish, Wishes
-from model.abstract_memory import Adding, AtBarrier, Memory, Violation, first_memory, ranks
+from model.abstract_memory import Adding, AtBarrier, Memory, MemoryDraft, Violation, first_memory, ranks
 from model.abstract_parts import ABSENT, EXCHANGES, Giving, Registry, concerned, needed_by
 from model.abstract_state import (
     SUMS,
@@ -88,6 +88,9 @@ from model.abstract_state import (
     living_ranks,
     lowest,
 )
+
+_JOINT = SUMS + EXCHANGES
+"""What several take part in."""
 
 # ---------------------------------------------------------------------------------------------
 # The protocols of all workers, each kept once
@@ -153,6 +156,9 @@ class Engine:
         self.homes = None if world.split is None else Registry(world.split, world.lapses)
         first = world.make_protocol(strategy, self.buckets, split=world.split is not None)
         self.minds = Minds(first)
+        self.no_memory = MemoryDraft(Memory(), world.without, keep_input=world.keep_input)
+        self._leavers = sum(1 << rank for rank in world.leavers)
+        self._is_wished_for = bool(world.newcomers or world.leavers or world.changes or world.flips)
 
     def blank_state(self) -> State:
         """Return the state before anybody has started."""
@@ -194,7 +200,7 @@ class Engine:
         living = living_ranks(state.workers)
         gone = state.members & ~living
         quiet = self.world.atomic and not (self.world.shared or state.deaths_left or gone or state.failed)
-        wishes = self._wishes(state, living)
+        wishes = self._wishes(state, living) if self._is_wished_for else []
         moves: list[Move] = [Die(rank) for rank in ranks(state.wishes.waiting) if state.deaths_left]
         for rank in ranks(living):
             if state.deaths_left:
@@ -207,12 +213,13 @@ class Engine:
                 moves.append(Do(rank))
             elif isinstance(worker.waits, Computing):
                 moves += self._early_moves(state, rank, worker, gone)
-            elif isinstance(worker.waits, SUMS + EXCHANGES):
+            elif isinstance(worker.waits, _JOINT):
                 if self.can_complete(state, rank, worker):
                     moves.append(Complete(rank))
                 if gone or self._is_revoked(state, worker.waits):
                     moves.append(Fail(rank))
-            moves += self._memory_moves(state, rank, worker)
+            if self.world.shared:
+                moves += self._memory_moves(state, rank, worker)
             if quiet and moves:
                 return [*wishes, *moves[:1]]
         moves += [*wishes, *self._decisions(state, living, gone)]
@@ -241,7 +248,7 @@ class Engine:
         """Return what may be wished now: where somebody hears of it, and nobody knows the result yet."""
         wishes = state.wishes
         may_ask, may_flip = wishes.asked < len(self.world.changes), wishes.flips < self.world.flips
-        leavers = sum(1 << rank for rank in self.world.leavers) & living & ~wishes.told
+        leavers = self._leavers & living & ~wishes.told
         if not (wishes.unborn or leavers or may_ask or may_flip):
             return []
         closing = [s for s in state.sums if isinstance(s.what[0], VoteStep) and s.entered == state.members]
@@ -262,7 +269,7 @@ class Engine:
             moves.append(Add(rank))
             if self.world.late and state.deaths_left:
                 moves.append(Stop(rank))
-        if self.world.shared and state.memory.readers[rank]:
+        if state.memory.readers[rank]:
             moves.append(Read(rank))
         return moves
 

@@ -32,7 +32,8 @@ What is simpler here than in life, and why nothing is missed:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -185,14 +186,10 @@ def first_memory(workers: int, buckets: int) -> Memory:
     )
 
 
-def ranks(mask: int) -> Iterator[int]:
-    """Yield the ranks in ``mask``."""
-    rank = 0
-    while mask:
-        if mask & 1:
-            yield rank
-        mask >>= 1
-        rank += 1
+@functools.cache
+def ranks(mask: int) -> tuple[int, ...]:
+    """Return the ranks in ``mask``."""
+    return tuple(rank for rank in range(mask.bit_length()) if mask & 1 << rank)
 
 
 # ---------------------------------------------------------------------------------------------

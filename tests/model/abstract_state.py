@@ -401,4 +401,9 @@ def lowest(mask: int) -> int:
 
 def living_ranks(workers: Sequence[Worker | None]) -> int:
     """Return the ranks in ``workers`` that are alive."""
-    return sum(1 << rank for rank, worker in enumerate(workers) if worker is not None)
+    living, bit = 0, 1
+    for worker in workers:
+        if worker is not None:
+            living |= bit
+        bit <<= 1
+    return living

@@ -194,18 +194,14 @@ class Sums(Work):
 
     def _is_of_use(self, this: Sum) -> bool:
         """Return whether anybody can still complete ``this``."""
-        may_enter = living_ranks(self._workers) | self._memory.may_enter(this.number)
-        never_again = self._members & ~may_enter | self._failed
-        needed = self._members
-        for rank in ranks(living_ranks(self._workers) & ~self._failed):
+        living = living_ranks(self._workers)
+        never_again = self._members & ~(living | self._memory.may_enter(this.number)) | self._failed
+        needed, may_be_completed = self._members, False
+        for rank in ranks(living & ~self._failed):
             worker = self._worker(rank)
-            if worker.sums == this.number and waits_in_sum(worker):
+            if worker.sums < this.number:
+                may_be_completed = True
+            elif worker.sums == this.number and waits_in_sum(worker):
+                may_be_completed = True
                 needed &= self._engine.needed(self._members, rank, worker.waits)
-        if needed & ~this.entered & never_again:
-            return False
-        for rank in ranks(living_ranks(self._workers) & ~self._failed):
-            worker = self._worker(rank)
-            waits_in_it = worker.sums == this.number and waits_in_sum(worker)
-            if worker.sums < this.number or waits_in_it:
-                return True
-        return False
+        return may_be_completed and not needed & ~this.entered & never_again

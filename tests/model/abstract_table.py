@@ -11,6 +11,8 @@ from model.abstract_state import State, Worker
 _HEAD = 3
 """What comes first in an entry of the log: the group, settings and homes of the attempt. Buckets or parts follow."""
 
+_FIELDS = {name: number for number, name in enumerate(Worker._fields)}
+
 
 class Table:
     """A state that is being changed.
@@ -34,7 +36,9 @@ class Table:
         self._published = state.published
         self._published_taken = state.published_taken
         self._deaths_left = state.deaths_left
-        self._memory = MemoryDraft(state.memory, engine.world.without, keep_input=engine.world.keep_input)
+        self._memory = engine.no_memory
+        if engine.world.shared:
+            self._memory = MemoryDraft(state.memory, engine.world.without, keep_input=engine.world.keep_input)
         self._wishes = state.wishes
 
     # -- looking things up
@@ -45,7 +49,10 @@ class Table:
         return worker
 
     def _set(self, rank: int, **fields: Any) -> None:
-        self._workers[rank] = self._worker(rank)._replace(**fields)
+        values = list(self._worker(rank))  # _replace of a tuple of so many fields takes three times as long
+        for name, value in fields.items():
+            values[_FIELDS[name]] = value
+        self._workers[rank] = Worker._make(values)
 
     def _check_step(self, rank: int, step: int, does: str) -> None:
         steps = self._worker(rank).steps

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from holdfast.recovery import Protocol
-from holdfast.recovery.messages import Action, DataExhausted, Event, Leave, PeerLost, StepVoted, VoteStep
+from holdfast.recovery.messages import (
+    Action,
+    DataExhausted,
+    Event,
+    Leave,
+    PeerLost,
+    Publish,
+    StepApplied,
+    StepVoted,
+    VoteStep,
+)
 from holdfast.recovery.protocol import ProtocolState
 from holdfast.recovery.regroup import RegroupLine
 
@@ -20,13 +30,6 @@ class WithoutHearing(Protocol):
 
     def _regroup(self, line: RegroupLine) -> list[Action]:
         return super()._regroup(RegroupLine.SHRINK if self.state is RegroupLine.REVOKE else line)
-
-
-class WithoutShrink(Protocol):
-    """Goes on with the communicator that has the dead in it."""
-
-    def _regroup(self, line: RegroupLine) -> list[Action]:
-        return super()._regroup(RegroupLine.SHARE if self.state is RegroupLine.HEARD else line)
 
 
 class WithoutFence(Protocol):
@@ -65,3 +68,13 @@ class BarrierForGate(Protocol):
         if self.state is ProtocolState.GATE and event == PeerLost():
             self._state = ProtocolState.CLOSE
         return super().handle(event)
+
+
+class PublishesAtOnce(Protocol):
+    """Publishes a step when it has applied it."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """See :meth:`Protocol.handle`."""
+        applied = event == StepApplied()
+        orders = super().handle(event)
+        return [Publish(self.step - 1), *orders] if applied else orders

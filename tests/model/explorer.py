@@ -11,8 +11,10 @@ is split over the workers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.errors import InternalError
@@ -57,12 +59,22 @@ class Result:
     Args:
         states: Different states that were seen.
         violation: What went wrong, its kind before the colon; None if nothing did.
-        trace: How to get there, one move a line, each with what the workers wait for after it.
+        path: How to get there: each move, None before the first, with the state after it, None if that was not reached.
     """
 
     states: int
     violation: str | None = None
-    trace: tuple[str, ...] = ()
+    path: tuple[tuple[Move | None, State | None], ...] = ()
+
+    @property
+    def trace(self) -> tuple[str, ...]:
+        """The path in words, one move a line, each with what the workers wait for after it."""
+        return tuple(_lines(self.path))
+
+    @property
+    def end(self) -> State:
+        """The last state."""
+        return next(state for _, state in reversed(self.path) if state is not None)
 
     def __str__(self) -> str:
         verdict = "no violation" if self.violation is None else self.violation
@@ -88,13 +100,13 @@ def explore(strategy: Strategy, world: World, *, limit: int = 2_000_000) -> Resu
         state = queue.popleft()
         moves = engine.moves(state)
         if engine.is_stuck(state, moves):
-            return Result(states=len(came_from), violation=_STUCK, trace=_trace(came_from, state))
+            return Result(states=len(came_from), violation=_STUCK, path=_path(came_from, state))
         for move in moves:
             try:
                 after = state_after(engine, state, move)
             except Violation as found:
-                trace = (*_trace(came_from, state), _describe_move(state, move))
-                return Result(states=len(came_from), violation=str(found), trace=trace)
+                path = (*_path(came_from, state), (move, None))
+                return Result(states=len(came_from), violation=str(found), path=path)
             if after not in came_from:
                 came_from[after] = (state, move)
                 queue.append(after)
@@ -113,41 +125,47 @@ def walk(strategy: Strategy, world: World, rng: random.Random, *, death_rate: fl
         rng: Decides everything.
         death_rate: How likely the next move is a death, while there may be one.
     """
-    engine = Engine(strategy, world)
+    engine = _engine(strategy, world)
     state = first_state(engine)
-    trace = [_line("all start", state)]
+    path: list[tuple[Move | None, State | None]] = [(None, state)]
     while moves := engine.moves(state):
         if engine.is_stuck(state, moves):
             break
         dying = [move for move in moves if isinstance(move, Die | Stop)]
         others = [move for move in moves if not isinstance(move, Die | Stop)]
         move = rng.choice(dying if dying and (not others or rng.random() < death_rate) else others)
-        done = _describe_move(state, move)
         try:
             state = state_after(engine, state, move)
         except Violation as found:
-            return Result(states=len(trace), violation=str(found), trace=(*trace, done))
-        trace.append(_line(done, state))
+            return Result(states=len(path), violation=str(found), path=(*path, (move, None)))
+        path.append((move, state))
     stuck = engine.is_stuck(state, moves)
-    return Result(states=len(trace), violation=_STUCK if stuck else None, trace=tuple(trace))
+    return Result(states=len(path), violation=_STUCK if stuck else None, path=tuple(path))
+
+
+@functools.lru_cache(maxsize=4)
+def _engine(strategy: Strategy, world: World) -> Engine:
+    """Return the rules of ``world``, with what the protocols have answered in runs before."""
+    return Engine(strategy, world)
 
 
 # ---------------------------------------------------------------------------------------------
 # Traces: moves and states in words
 
 
-def _line(move: str, state: State) -> str:
-    return f"{move:<42} | {_describe_state(state)} | published {state.published}"
-
-
-def _trace(came_from: dict[State, tuple[State, Move] | None], state: State) -> tuple[str, ...]:
-    lines: list[str] = []
+def _path(came_from: dict[State, tuple[State, Move] | None], state: State) -> tuple[tuple[Move | None, State], ...]:
+    path: list[tuple[Move | None, State]] = []
     while (origin := came_from[state]) is not None:
         before, move = origin
-        lines.append(_line(_describe_move(before, move), state))
+        path.append((move, state))
         state = before
-    lines.append(_line("all start", state))
-    return tuple(reversed(lines))
+    return ((None, state), *reversed(path))
+
+
+def _lines(path: tuple[tuple[Move | None, State | None], ...]) -> Iterator[str]:
+    for (_, before), (move, state) in zip([(None, None), *path], path, strict=False):
+        done = "all start" if move is None or before is None else _describe_move(before, move)
+        yield done if state is None else f"{done:<42} | {_describe_state(state)} | published {state.published}"
 
 
 def _describe_move(state: State, move: Move) -> str:

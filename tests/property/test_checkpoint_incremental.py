@@ -16,9 +16,7 @@ from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.storage import open_storage
 from holdfast.tools.checkpoints.listing import prune
 
-UNHURRIED = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 rows = st.lists(st.integers(0, ROWS - 1), max_size=4)
 acts = st.one_of(
     st.tuples(st.just("save"), rows),
@@ -52,7 +50,7 @@ def carry_out(chain, act, *args):
         remove(chain.root, there[args[0] % len(there)])
 
 
-@UNHURRIED
+@few
 @given(st.lists(acts, min_size=4, max_size=14))
 def test_every_checkpoint_keeps_its_bits_whatever_becomes_of_the_others(plan):
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +63,7 @@ def test_every_checkpoint_keeps_its_bits_whatever_becomes_of_the_others(plan):
                 assert not one & other, "the newest two checkpoints share a file"
 
 
-@UNHURRIED
+@few
 @given(st.lists(rows, min_size=5, max_size=9), st.data())
 def test_damage_of_a_file_leaves_one_of_the_newest_two_checkpoints_intact(changes, data):
     with tempfile.TemporaryDirectory() as folder:

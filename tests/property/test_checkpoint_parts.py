@@ -7,14 +7,14 @@ import tempfile
 
 import torch
 from checkpoint_bytes import any_bits, fields_of, same
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint import all_but, load, take, verify, write, write_tensors
 from holdfast.checkpoint.format import DTYPES, tensor_path
 from holdfast.checkpoint.parts import pick
 
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
+few = settings(max_examples=25)
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 _keys = st.one_of(_texts, st.integers(0, 30), st.sampled_from(["0", "1", "10", "~2", "a/b", "parts"]))
 
@@ -59,7 +59,7 @@ def _save_split(root, given, committer=0):
     pending[committer].commit(0, wait_s=0)
 
 
-@UNHURRIED
+@few
 @given(_states, st.integers(1, 4), st.data())
 def test_what_is_split_over_writers_in_any_way_is_loaded_as_one(state, parts, data):
     given = _split(data.draw, state, range(parts))
@@ -70,7 +70,7 @@ def test_what_is_split_over_writers_in_any_way_is_loaded_as_one(state, parts, da
         assert same(_sorted(load(root, 1).state), _sorted(state))
 
 
-@UNHURRIED
+@few
 @given(st.integers(0, 12), st.integers(1, 5), st.data())
 def test_stages_held_by_anybody_are_described_as_if_one_had_held_them(stages, parts, data):
     def stage(number):
@@ -92,7 +92,7 @@ def test_stages_held_by_anybody_are_described_as_if_one_had_held_them(stages, pa
         assert same(load(root, 1).state, state)
 
 
-@UNHURRIED
+@few
 @given(_states, st.data())
 def test_what_is_read_of_a_checkpoint_is_what_would_be_picked_from_the_whole(state, data):
     places = list(_places(state, ()))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_bytes import any_bits, data_files, flip, manifest_file, same, save_parts, step_dir
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint import (
@@ -25,8 +25,6 @@ from holdfast.checkpoint.format import DTYPES, flatten
 from holdfast.checkpoint.save import remove
 from holdfast.errors import CheckpointCorrupt
 
-# A machine that is busy with something else is no reason to fail.
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 _keys = st.one_of(_texts, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False))
 _scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _texts)
@@ -62,7 +60,7 @@ states = st.recursive(
 )
 
 
-@settings(UNHURRIED)
+@settings(max_examples=50)
 @given(states)
 def test_what_is_loaded_is_what_was_saved(state):
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +71,7 @@ def test_what_is_loaded_is_what_was_saved(state):
         assert same(state, load(root, 1).state)
 
 
-@settings(UNHURRIED, max_examples=60)
+@settings(max_examples=40)
 @given(states, st.integers(1, 5), st.data())
 def test_what_several_writers_share_is_loaded_as_one_whoever_commits(state, parts, data):
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +83,7 @@ def test_what_several_writers_share_is_loaded_as_one_whoever_commits(state, part
         assert load(root, 1).info == {"seed": 1}
 
 
-@settings(UNHURRIED)
+@settings(max_examples=50)
 @given(states, st.integers(1, 3))
 def test_a_tensor_in_several_places_comes_back_in_each(state, times):
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +98,7 @@ def test_a_tensor_in_several_places_comes_back_in_each(state, times):
         assert len([leaf for leaf in flatten(back)[0].values() if leaf.numel()]) == len(once)
 
 
-@settings(UNHURRIED, max_examples=60)
+@settings(max_examples=40)
 @given(states, states)
 def test_loading_into_any_memory_changes_nothing_of_what_is_loaded(state, given_state):
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +114,7 @@ def _cut(draw, size, at_most=4):
     return list(zip([0, *cuts], [*cuts, size], strict=True))
 
 
-@settings(UNHURRIED, max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_tensor_saved_in_any_boxes_is_loaded_whole_and_in_any_other_box(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
@@ -138,7 +136,7 @@ def test_a_tensor_saved_in_any_boxes_is_loaded_whole_and_in_any_other_box(data):
         assert same(box, whole[tuple(slice(a, b) for a, b in ranges)])
 
 
-@settings(UNHURRIED)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), st.integers(1, 6))
 def test_writers_cut_a_state_into_parts_that_are_all_of_it_once(shapes, parts):
     state = [torch.ones(shape) for shape in shapes]
@@ -181,7 +179,7 @@ def _alter(root, file, altered):
         file.write_bytes(whole)
 
 
-@settings(UNHURRIED, max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_an_altered_byte_anywhere_is_found_and_the_step_before_is_taken(two_steps, data):
     root, files = two_steps
@@ -192,7 +190,7 @@ def test_an_altered_byte_anywhere_is_found_and_the_step_before_is_taken(two_step
     assert _alter(root, file, altered) == (10, [20])
 
 
-@settings(UNHURRIED)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_file_cut_anywhere_is_found(two_steps, data):
     root, files = two_steps
@@ -235,7 +233,7 @@ _acts = st.lists(
 )
 
 
-@settings(UNHURRIED, max_examples=40)
+@settings(max_examples=30)
 @given(_acts)
 def test_after_any_history_the_newest_intact_step_is_the_one_that_a_list_would_say(acts):
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from drawn_plans import draw_plan
 from exact import reference_hash
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lagging import AddingDevice, LaggingDevice, lagging
 from torch import nn
@@ -43,7 +43,7 @@ def train_late(*arguments, seed=0, skips=(), **options):
     return state
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**31), case=st.sampled_from(EVERY), strategy=st.sampled_from(["rollback", "restart"]))
 def test_any_deaths_give_the_bits_of_the_undisturbed_run(seed, case, strategy):
     faults = draw_plan(seed, 4, reference.STEPS, 3, BUCKETS[case[0]])

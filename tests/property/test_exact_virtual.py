@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from drawn_plans import draw_plan
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from train_reference import train
 
@@ -29,7 +29,7 @@ def plan(*specs):
 
 
 @pytest.mark.parametrize(("model", "optimizer"), EVERY)
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("workers", [1, 3, 6])
 def test_any_number_of_workers_gives_the_bits_of_the_reference(model, optimizer, workers):
     session, state = train(model, optimizer, workers=workers)
 
@@ -38,7 +38,7 @@ def test_any_number_of_workers_gives_the_bits_of_the_reference(model, optimizer,
     assert (account.planned, account.committed, account.lost, account.repeated) == (406, 406, 0, 0)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), case=st.sampled_from(EVERY), strategy=st.sampled_from(["rollback", "restart"]))
 def test_any_deaths_give_the_bits_of_the_undisturbed_run(seed, case, strategy):
     """Sums complete at a random part of the survivors."""

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 from data_training import train
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -57,7 +57,7 @@ def run_on(data, plan, folder):
 BATCH, EPOCHS = 24, 2
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 @given(
     count=st.integers(1, 200),
     has_state=st.booleans(),

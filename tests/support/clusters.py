@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import reference
-from jobs import clean_env
+from jobs import clean_env, free_port
 
 from holdfast.records.beacon import UNCONNECTED, Beacon
 from holdfast.records.files import read_run
@@ -21,12 +21,6 @@ SCRIPT = Path(__file__).parents[1] / "chaos" / "nodes_script.py"
 ALL_SAMPLES = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
 DEADLINE_S = 200
 expected_hash = functools.cache(lambda: reference.train("mlp", "sgd"))
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def until(ready, what="what the test waits for"):

@@ -1,4 +1,4 @@
-"""The contract of torch.distributed, checked inside each worker: ``python dist_checks.py BACKEND [NAMES]...``.
+"""The contract of torch.distributed, checked inside each worker: ``python dist_checks.py BACKEND [--ranks N] [NAMES]...``.
 
 The same checks run on any backend. Each writes one JSON line: ``bits`` is a digest of results in which this rank must
 agree with its peer on another backend, ``shared`` of those in which all ranks of the job must agree, ``notes`` lists
@@ -13,9 +13,11 @@ import datetime
 import faulthandler
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -1902,13 +1904,38 @@ def failed_somewhere(job, line):
     return any(job.store.get(key) == b"failed" for key in keys)
 
 
+def fork_ranks(count):
+    """Return in so many new processes, each with its rank; this one ends with them."""
+    for name in ("torch.distributed.fsdp", "torch.distributed.tensor"):
+        importlib.import_module(name)  # once for all
+    os.environ["WORLD_SIZE"] = str(count)
+    pids = []
+    for rank in range(count):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ["RANK"] = str(rank)
+            return
+    for _ in range(count):
+        pid, status = os.wait()
+        pids.remove(pid)
+        if status:
+            time.sleep(5)
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with {os.waitstatus_to_exitcode(status)}")
+    sys.exit()
+
+
 def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("backend")
+    parser.add_argument("--ranks", type=int, help="start so many processes; else this one is a rank")
     parser.add_argument("names", nargs="*", default=list(CHECKS))
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # many functions are deprecated in some release
     torch.set_num_threads(1)
+    if args.ranks:
+        fork_ranks(args.ranks)
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     initialise(args.backend)
     folder = os.environ.get(FOLDER)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,13 @@ def clean_env(**extra):
     """The environment without variables of other jobs; one thread for each worker, so that bits are comparable."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
     return env | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def free_port():
+    """A port that no process of this machine listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def holdfast(*args, cwd=None, timeout=120, env=None):

@@ -21,7 +21,7 @@ STEPS, BATCH, PACE_S = 120, 120, 0.041
 KILLS = ((1, 31, "allreduce"), (3, 78, "backward"))
 
 
-def made_up_run(strategy="rollback", kills=KILLS, workers=4, decide_s=0.018):
+def made_up_run(strategy="rollback", kills=KILLS, workers=4):
     """Records of a run as it might have been, from the start of the launcher to the end of the last worker."""
     chance = random.Random(7)
     alive, records, now, step, generation = list(range(workers)), [], 2.6, 0, 0
@@ -54,13 +54,13 @@ def made_up_run(strategy="rollback", kills=KILLS, workers=4, decide_s=0.018):
                 back = step // 25 * 25 if strategy == "restart" else step
                 records.append(
                     Recovered(
-                        t_s=seen_s + decide_s + chance.random() * 0.004, rank=other, step=back, lost=(rank,),
+                        t_s=seen_s + 0.018 + chance.random() * 0.004, rank=other, step=back, lost=(rank,),
                         survivors=tuple(alive), decision=decision,
                         redone_steps=0 if strategy == "forward" else step - back + 1, generation=generation,
                     )
                 )  # fmt: skip
             records.append(WorkerEnded(t_s=now + 0.09, rank=rank, step=step, exit_code=-9, pid=4000 + rank))
-            now += 0.012 + decide_s + 0.004
+            now += 0.034
             if strategy == "forward":
                 ids = tuple(sorted(chance.sample(range(1437), BATCH // workers)))
                 lost_samples += len(ids)

@@ -10,9 +10,6 @@ from holdfast.membership.acts import NodeVotes, Tally, vote_key
 from holdfast.membership.roster import Roster
 from holdfast.membership.store import Store
 
-LAST_GENERATION = 5
-"""From this generation on no member requests a shrink."""
-
 
 class Killed(BaseException):
     """The member is dead; no code of the product catches this."""

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +34,8 @@ def mean_over_ranks(value):
 
 
 def main():
+    from sklearn.datasets import load_digits  # tests that read the names above need not wait for it
+
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lead", action="store_true")

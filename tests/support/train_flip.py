@@ -61,9 +61,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--flip", action="append", default=[], type=parse)
     parser.add_argument("--sticky", action="store_true", help="the bit flips whenever its step is begun")
-    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, so that newcomers can join")
     options = parser.parse_args()
-    session, state = train(options.flip, options.sticky, options.lr, pause=options.pause)
+    session, state = train(options.flip, options.sticky, pause=options.pause)
     if session.is_lead:
         print(f"state {state}")

@@ -1,6 +1,6 @@
 """Training that needs all of its state: if a checkpoint lacks any part of it, the final bits differ.
 
-As a script over Holdfast: ``train_saving.py [--schedule epoch] [--ballast MB] [--deed WHAT:STEP:WHO]...``.
+As a script over Holdfast: ``train_saving.py [--ballast MB] [--deed WHAT:STEP:WHO]...``.
 """
 
 import argparse
@@ -269,14 +269,13 @@ class Deeds:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--schedule", default="step")
     parser.add_argument("--ballast", type=int, default=0, metavar="MB")
     parser.add_argument("--deed", action="append", default=[], metavar="WHAT[@POINT]:STEP:WHO")
     parser.add_argument("--step-s", type=float, default=0.0)
     options = parser.parse_args()
     if f"term:-1:{os.environ.get('RANK')}" in options.deed:  # before training
         os.kill(os.getpid(), signal.SIGTERM)
-    training = Training(options.schedule, options.ballast, total_steps=LOOP_ENDS[-1])
+    training = Training(ballast_mb=options.ballast, total_steps=LOOP_ENDS[-1])
     deeds = Deeds(training, options.deed)
     if any("@" in deed for deed in options.deed):
         points.arm(deeds.at_point)

@@ -99,11 +99,11 @@ class Stock:
     """A process that has imported torch, from which launchers are forked.
 
     Args:
-        env: What is read of the environment at the start of a process; what starts from here has the same.
+        env: The environment of the first launcher; what starts from here has the same, as far as it is read at the start.
     """
 
     def __init__(self, env):
-        self.env = as_of_fork_server(env)
+        self.env = as_of_fork_server(read_at_start(env))
         own = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "USER", "LANG", "LC_ALL")}
         whole = {
             **own,
@@ -411,7 +411,7 @@ class WarmStart:
         if env.get("OMP_NUM_THREADS") != "1":
             return False  # its imports start threads, and it cannot be forked
         if self.stock is None:
-            self.stock = Stock(read_at_start(env) | {SEARCHED: env.get(SEARCHED, "")})
+            self.stock = Stock(env)
         return not differs(as_of_fork_server(env), self.stock.env)
 
     def close(self):

@@ -3,20 +3,14 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from jobs import clean_env
+from jobs import clean_env, free_port
 
 SCRIPT = Path(__file__).with_name("train_watched.py")
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 class WatchedJob:

@@ -1,4 +1,4 @@
-"""One worker of the contract tests over Gloo: ``gloo_worker.py contract|building|rebuilding|stranded``."""
+"""One worker of the contract tests over a fabric: ``communicator_worker.py contract|building|rebuilding|stranded``."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from holdfast.engine.endpoint import endpoint_of
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
 
-REBUILDS = 60
+REBUILDS = 30
 WITHIN_S = 60.0
 
 
@@ -128,7 +128,7 @@ def stranded():
 
 
 settings = Settings.from_env()
-comm = connect("gloo", endpoint_of(settings))
+comm = connect(settings.fabric, endpoint_of(settings))
 {"contract": contract, "building": building, "rebuilding": rebuilding, "stranded": stranded}[sys.argv[1]]()
 sys.stdout.write(f"passed {comm.local_ranks[0]} of {comm.members}\n")  # at once: others write to the same pipe
 sys.stdout.flush()
