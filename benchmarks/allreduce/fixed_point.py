@@ -1,6 +1,6 @@
 """A study: gradients added as integers of 64 bits, which needs no order, beside the ordered sum of float32.
 
-    python benchmarks/fixed_point.py [--numbers 8500000] [--slices 8] [--steps 60] [--json FILE]
+    python benchmarks/allreduce/fixed_point.py [--numbers 8500000] [--slices 8] [--steps 60] [--json FILE]
 
 Each term becomes an integer: times a power of two that belongs to the bucket and the step, rounded. Integers are added
 exactly, so any algorithm and any grouping gives the same bits. The power of two must be known before the sum: it is that
@@ -18,13 +18,17 @@ import itertools
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
+from allreduce.sixteen_bits import digits, make_model
 from common import command_line, spread, table, write_json
-from wire import digits, make_model
 
 from holdfast.comm.allreduce.adding import TiledSum
 from holdfast.comm.allreduce.checksums import TILE, ChecksummedVector

@@ -1,6 +1,6 @@
 """What training loses if gradients travel in 16 bits: loss and accuracy on held-out digits, with and without.
 
-    python benchmarks/wire.py [--seeds 10] [--epochs 6] [--workers 4] [--json FILE]
+    python benchmarks/allreduce/sixteen_bits.py [--seeds 10] [--epochs 6] [--workers 4] [--json FILE]
 
 For each seed, the CNN of ``examples/01_survive_a_kill.py`` is trained with each order, from the same weights, on the
 same mini-batches. Differences are taken within a seed, so the interval (95 %, by bootstrap over seeds) is that of what the
@@ -14,8 +14,12 @@ import argparse
 import math
 import random
 import statistics
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """How long the all-reduce alone takes: vectors of float32 over the workers of one host.
 
-    python benchmarks/sum.py [--workers 2 4] [--numbers 100000 8500000] [--ways gloo shared memcpy] [--json FILE]
+    python benchmarks/allreduce/sum.py [--workers 2 4] [--numbers 100000 8500000] [--ways gloo shared memcpy] [--json FILE]
 
 =========  ========================================================================================================
 way        what runs
@@ -32,7 +32,10 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import command_line, ratio, spread, table, write_json

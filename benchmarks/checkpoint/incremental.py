@@ -1,6 +1,6 @@
 """Incremental checkpoints: what is written, and how long it takes, when parts of a state do not change.
 
-    python benchmarks/checkpoint_incremental.py [--bytes 3e8] [--layers 21] [--rounds 8] [--dir DIR] [--json FILE]
+    python benchmarks/checkpoint/incremental.py [--bytes 3e8] [--layers 21] [--rounds 8] [--dir DIR] [--json FILE]
 
 The state is that of ``checkpoint.py``: a transformer with Adam. Between checkpoints one of these changes:
 
@@ -25,11 +25,14 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import command_line, ratio, spread, table, write_json

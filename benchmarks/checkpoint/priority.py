@@ -1,6 +1,6 @@
 """How long a partial save of the priority checkpoint blocks the training loop: 8.5 million parameters, float32.
 
-    python benchmarks/running.py [--repetitions 30] [--json FILE]
+    python benchmarks/checkpoint/priority.py [--repetitions 30] [--json FILE]
 
 =============  ======================================================================================================
 column         what it is
@@ -25,9 +25,13 @@ The defaults take a minute.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import command_line, ratio, spread, table, write_json

@@ -1,6 +1,6 @@
 """Several processes that save and load at once, by the rules of MLPerf Storage for checkpoints.
 
-The part ``ranks`` of ``benchmarks/checkpoint.py``. The rules: writes are synced, within the time that counts; the cache is
+The part ``ranks`` of ``benchmarks/checkpoint/save_load.py``. The rules: writes are synced, within the time that counts; the cache is
 cleared between write and read; the time of a round is the longest of all ranks, its throughput the lowest; the result is the
 mean of five rounds, by eight ranks.
 """
@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from checkpoint.page_cache import evict
 from common import PEERS_PYTHON, table
-from page_cache import evict
 from peers.store_worker import Elsewhere
 from peers.stores import PEERS
 

@@ -1,6 +1,6 @@
 """Three ways to read the values of a checkpoint and verify every byte, beside safetensors, which verifies none.
 
-    python benchmarks/checkpoint_reads.py [--bytes 1e9] [--layers 21] [--rounds 9] [--cold-rounds 3] [--dir DIR]
+    python benchmarks/checkpoint/reads.py [--bytes 1e9] [--layers 21] [--rounds 9] [--cold-rounds 3] [--dir DIR]
                                           [--json FILE]
 
 ======  =========================================================================================================
@@ -24,6 +24,7 @@ import ctypes
 import mmap
 import os
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -33,11 +34,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
 import xxhash
+from checkpoint.page_cache import evict
 from common import command_line, ratio, spread, table, write_json
-from page_cache import evict
 from peers.stores import Holdfast, Safetensors, State, make_state
 
 from holdfast.checkpoint import values

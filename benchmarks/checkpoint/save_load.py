@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint: how long it takes, how long it blocks the loop, and which corruption it detects.
 
-    python benchmarks/checkpoint.py [--bytes 1e9] [--layers 21] [--rounds 5] [--parts save async train load flips]
+    python benchmarks/checkpoint/save_load.py [--bytes 1e9] [--layers 21] [--rounds 5] [--parts save async train load flips]
                                     [--ways holdfast safetensors ...] [--dir DIR] [--json FILE]
 
 The state is that of a transformer with Adam: about a thousand tensors of random numbers, from 4 bytes to 64 MB of a
@@ -46,10 +46,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from checkpoint_ranks import RANK_STORES, measure_ranks
+from checkpoint.page_cache import evict
+from checkpoint.ranks import RANK_STORES, measure_ranks
 from common import PEERS_PYTHON, command_line, ratio, spread, table, write_json
-from page_cache import evict
 from peers.store_worker import Bench, Elsewhere, Numbers
 from peers.stores import PEERS, STORES, State, make_state
 

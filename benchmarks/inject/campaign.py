@@ -1,6 +1,6 @@
 """Trials an hour: a campaign with warm processes against a new process for each trial, on the same work.
 
-    python benchmarks/campaign.py [--trials 1000] [--alone 8] [--processes 2] [--rounds 3] [--json FILE]
+    python benchmarks/inject/campaign.py [--trials 1000] [--alone 8] [--processes 2] [--rounds 3] [--json FILE]
 
 The work: a small network on digits trains one epoch from a checkpoint, after one bit of one of its weights was flipped.
 The baseline starts a new process for each trial, so it pays for the interpreter, torch, the data and the checkpoint
@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import command_line, ratio, spread, table, write_json

@@ -1,6 +1,6 @@
 """Flipping bits in an HDF5 file in place, compared with a loop over values in h5py; and in an array in memory.
 
-    python benchmarks/injection.py [--bytes 1e9] [--tensors 60] [--flips 1000] [--rounds 5]
+    python benchmarks/inject/injection.py [--bytes 1e9] [--tensors 60] [--flips 1000] [--rounds 5]
                                    [--values 1e8] [--live-flips 1e6 1e7] [--dir DIR] [--json FILE]
 
 =============  ==================================================================================================
@@ -39,10 +39,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import h5py
 import numpy as np
 from common import command_line, ratio, spread, table, write_json
-from peers import injector_2022
+from inject import injector_2022
 
 from holdfast.faults.alteration import Alteration, ValueChange, ValuePosition, apply, draw
 from holdfast.faults.formats import FORMATS

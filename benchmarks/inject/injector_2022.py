@@ -1,6 +1,6 @@
 """The method of the injector of 2022 (https://github.com/diepe28/hdf5_corrupter), reimplemented.
 
-    python benchmarks/peers/injector_2022.py FILE FLIPS LOG
+    python benchmarks/inject/injector_2022.py FILE FLIPS LOG
 
 It does what the last version does with ``injection_type`` count, probability 1, 32-bit floats, all bits, NaN allowed
 and random locations, without further options:

@@ -1,23 +1,24 @@
 """How long commands take to start: the package, the help, the simulator and ``holdfast plan`` do not load torch.
 
-    python benchmarks/start.py [--repetitions 10] [--json FILE]
+    python benchmarks/launch/start.py [--rounds 10] [--names "import holdfast" "import torch"] [--json FILE]
 
-Each runs in its own process, in turns and in a different order each time. Targets, including the interpreter: less than
-80 ms for ``holdfast --help``, less than 0.3 s for the others.
+Each runs in its own process, from its start to its end, in turns and in a different order each time. Targets, including
+the interpreter: less than 80 ms for ``holdfast --help``, less than 0.3 s for the others of Holdfast, which are the default.
+Peers that are not installed (``make bench-peers``) are left out.
 """
 
 from __future__ import annotations
 
-import argparse
-import random
-import resource
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from common import command_line, spread, table, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-COMMANDS = {
+from common import PYTHONS, cells, command_line, processor_s, table, take_turns, timed, write_json
+
+OWN = {
     "the interpreter": ("-c", "pass"),
     "import holdfast": ("-c", "import holdfast"),
     "import holdfast_lab.simulate": ("-c", "import holdfast_lab.simulate"),
@@ -26,47 +27,42 @@ COMMANDS = {
     "holdfast status --help": ("-m", "holdfast", "status", "--help"),
     "holdfast plan --help": ("-m", "holdfast", "plan", "--help"),
 }
+COMMANDS = {name: (sys.executable, *words) for name, words in OWN.items()} | {
+    "import torch": (sys.executable, "-c", "import torch"),
+    "torchrun --help": (sys.executable, "-m", "torch.distributed.run", "--help"),
+    "import torchft": (str(PYTHONS["peers"]), "-c", "import torchft"),
+    "ray --help": (str(PYTHONS["ray"].with_name("ray")), "--help"),
+}
 LIMIT_S = 120.0
+"""Time limit of one process, in seconds."""
 
 
 def main() -> None:
     """Start each of them repeatedly, print the table."""
-    options = parse()
-    wall: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    processor: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    rng = random.Random(0)
-    for _ in range(options.repetitions + 1):  # the first run reads files, and may write compiled files
-        for name in rng.sample(list(COMMANDS), len(COMMANDS)):
-            wall_s, processor_s = time_command(COMMANDS[name])
-            wall[name].append(wall_s)
-            processor[name].append(processor_s)
-    rows = []
-    for name in COMMANDS:
-        around = spread(wall[name][1:])
-        times = [around["p50"], around["min"], around["max"], spread(processor[name][1:])["p50"]]
-        rows.append([name, *(f"{1e3 * seconds:.0f}" for seconds in times)])
+    options = command_line(__doc__, rounds=10, names=([*OWN], "which", [*COMMANDS])).parse_args()
+    there = [name for name in options.names if Path(COMMANDS[name][0]).exists()]
+    # The first round reads files, and may write compiled files.
+    turns = take_turns({name: lambda name=name: time_command(COMMANDS[name]) for name in there}, options.rounds)
+    wall, processor = ({name: [pair[i] for pair in pairs] for name, pairs in turns.items()} for i in (0, 1))
+    rows = [
+        [
+            name,
+            *cells(wall[name], 0, scale=1e3, keys=("p50", "min", "max")),
+            *cells(processor[name], 0, scale=1e3, keys=["p50"]),
+        ]
+        for name in there
+    ]
     head = ["what", "median", "min", "max", "processor time"]
-    print(table(f"From the start of a process to its end, {options.repetitions} times each; ms", head, rows))
-    write_json(options.json, settings=vars(options), wall_s=wall, processor_s=processor)
+    print(table(f"From the start of a process to its end, {options.rounds} times each; ms", head, rows))
+    write_json(options.json, settings=vars(options), values=wall, processor_s=processor)
 
 
-def parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = command_line(__doc__, repetitions=10)
-    return parser.parse_args()
-
-
-def time_command(words: tuple[str, ...]) -> tuple[float, float]:
+def time_command(words: Sequence[str]) -> tuple[float, float]:
     """Return the elapsed time and the processor time in seconds."""
-    begun_s, before_s = time.perf_counter(), used_by_children_s()
-    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
-    return time.perf_counter() - begun_s, used_by_children_s() - before_s
-
-
-def used_by_children_s() -> float:
-    """Return the processor time of all children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    before_s = processor_s()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    taken_s = timed(lambda: subprocess.run(words, check=True, timeout=LIMIT_S, **quiet))
+    return taken_s, processor_s() - before_s
 
 
 if __name__ == "__main__":

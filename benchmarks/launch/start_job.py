@@ -1,6 +1,6 @@
 """How long a job of four workers with a single step takes, beside torchrun: importing torch is most of it.
 
-    python benchmarks/start_job.py [--rounds 10] [--workers 4] [--fabrics gloo ulfm] [--json FILE]
+    python benchmarks/launch/start_job.py [--rounds 10] [--workers 4] [--fabrics gloo ulfm] [--json FILE]
 
 ==================  =================================================================================================
 way                 what it is
@@ -11,8 +11,12 @@ gloo, ulfm          ``holdfast run`` over this fabric: torch is imported once, a
 ==================  =================================================================================================
 
 Each trains a small MLP for one step of 64 samples. ``job`` is from the start of the command to its end; ``first step`` is
-from the start of the command to when the first worker has the result of the step. In each round all take turns, in
 another order each time. Ratios are ratios of medians with 95 % intervals by bootstrap over rounds.
+import sys
+from pathlib import Path
+from the start of the command to when the first worker has the result of the step. In each round all take turns, in
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 Each round also has a job over ``gloo`` with ``--respawn``, in which a worker is killed in the 20th step. ``replacement`` is
 from the SIGKILL to the first committed step that its replacement takes part in; the other workers train meanwhile.

@@ -1,4 +1,4 @@
-"""A job whose workers are killed and replaced, as ``benchmarks/long_life.py`` drives it."""
+"""A job whose workers are killed and replaced, as ``benchmarks/long/life.py`` drives it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A long life: 100,000 steps with checkpoints and a death every 1,000. What grows?
 
-    python benchmarks/long_life.py [--steps 100000] [--every 1000] [--fabric gloo] [--minutes 0] [--json FILE]
+    python benchmarks/long/life.py [--steps 100000] [--every 1000] [--fabric gloo] [--minutes 0] [--json FILE]
 
 Four workers train a tiny model, so that steps are short and the machinery is most of them. Every ``--every`` steps, at
 a random place, a random worker receives SIGKILL. Over ``gloo`` a newcomer replaces it: one job, in which worker 1 is
@@ -34,12 +34,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from common import command_line, table, write_json
+
+from holdfast.records.paths import event_files
 from long.job import LongJob, reference_hash
 from long.samples import Sampler
 from long.trend import Trend, trend
-
-from holdfast.records.paths import event_files
 
 FLAT_PERCENT = 2.0
 WORKERS = 4

@@ -5,7 +5,7 @@ and ``--steps`` steps. First all records are taken as fast as possible, which sh
 goes on in real time for ``--seconds``, with a reader of the stream in a process of its own, which shows that of the
 server; one worker dies meanwhile. The sum is what a core spends while such a job runs.
 
-    python benchmarks/dashboard.py --workers 1000 --steps 100000
+    python benchmarks/observe/dashboard.py --workers 1000 --steps 100000
 """
 
 from __future__ import annotations

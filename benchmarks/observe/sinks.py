@@ -1,6 +1,6 @@
 """The time of a step with all sinks of records on, beside none: what monitoring and logging cost.
 
-    python benchmarks/sinks.py [--workers 2] [--model mlp] [--fabric gloo] [--rounds 20] [--steps 40] [--json FILE]
+    python benchmarks/observe/sinks.py [--workers 2] [--model mlp] [--fabric gloo] [--rounds 20] [--steps 40] [--json FILE]
 
 =======  ==============================================================================================================
 variant  what runs
@@ -31,10 +31,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import step_time
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from common import command_line, ratio, spread, table, write_json
 from models import JOBS
-from step_time import WARM_UP_STEPS, Contender, SystemFailed, free_port
+from step import step_time
+from step.step_time import WARM_UP_STEPS, Contender, SystemFailed, free_port
 
 from holdfast.base.options import declared
 from holdfast.launch.job import Job

@@ -1,6 +1,6 @@
 """The cost of the certificate: the same session with it and without.
 
-    python benchmarks/certificate.py [--workers 2] [--models mlp] [--kind whole] [--blocks 30] [--steps 256] [--json FILE]
+    python benchmarks/overhead/certificate.py [--workers 2] [--models mlp] [--kind whole] [--blocks 30] [--steps 256] [--json FILE]
 
 =======  ==============================================================================================================
 variant  what runs in addition to the training
@@ -18,15 +18,28 @@ step. The ratio is taken within a round; the interval is that of the median of t
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from models import JOBS, make_model
-from split import MICRO_BATCHES, loss, stages_of
-from turns import by_slices, connect_each, leave, make_parser, run_jobs, show_turns, steps_of, take_turns, train
+from overhead.turns import (
+    by_slices,
+    connect_each,
+    leave,
+    make_parser,
+    run_jobs,
+    show_turns,
+    steps_of,
+    take_turns,
+    train,
+)
+from step.split import MICRO_BATCHES, loss, stages_of
 
 import holdfast
 from holdfast.comm import Communicator

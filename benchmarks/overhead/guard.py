@@ -1,6 +1,6 @@
 """The cost of the guard in a run without corruption: the same session with ``--guard heal``, ``stop`` and ``off``.
 
-    python benchmarks/guard.py [--workers 2] [--models mlp] [--blocks 30] [--steps 70] [--json FILE]
+    python benchmarks/overhead/guard.py [--workers 2] [--models mlp] [--blocks 30] [--steps 70] [--json FILE]
 
 =======  ==============================================================================================================
 variant  what runs in addition to the training
@@ -18,8 +18,12 @@ step. The ratio is taken within a round; the interval is that of the median of t
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
-from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns, train
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from overhead.turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns, train
 
 VARIANTS = ("off", "stop", "heal")
 WARM_UP_STEPS = 70

@@ -1,6 +1,6 @@
 """The gain from updating each bucket right after its all-reduce, and the cost of the undo copy.
 
-    python benchmarks/eager.py [--workers 2 4] [--models mlp transformer] [--blocks 30] [--steps 10] [--json FILE]
+    python benchmarks/overhead/overlap.py [--workers 2 4] [--models mlp transformer] [--blocks 30] [--steps 10] [--json FILE]
 
 =========  ============================================================================================================
 variant    when the optimizer runs
@@ -21,14 +21,18 @@ The rollback is timed separately, in one process: all buckets of a step are upda
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import spread
 from models import JOBS, loss_of, make_model, make_optimizer
-from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
+from overhead.turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
 
 import holdfast
 from holdfast.base.clock import SystemClock

@@ -1,6 +1,6 @@
 """The cost of protection in a run without failures: the same session with recovery, without, and adding in any order.
 
-    python benchmarks/protection.py [--workers 2] [--models cnn mlp] [--blocks 30] [--steps 10] [--json FILE]
+    python benchmarks/overhead/protection.py [--workers 2] [--models cnn mlp] [--blocks 30] [--steps 10] [--json FILE]
 
 ===========  ==========================================================================================================
 variant      what runs
@@ -20,13 +20,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import table
 from models import JOBS, loss_of, make_model, make_optimizer
-from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
+from overhead.turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
 
 import holdfast
 from holdfast.comm import Communicator, connect

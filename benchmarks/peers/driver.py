@@ -8,17 +8,17 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from common import PEERS_PYTHON
+from common import PEERS_PYTHON, PYTHONS, environment, free_port
 
 HERE = Path(__file__).parent
 POLL_S = 0.01
@@ -74,12 +74,11 @@ class Job:
             (self.folder / name).mkdir()
         self.diaries = Diaries(self.folder / "diary")
         np.savez(self.folder / "data.npz", **digits())
-        self.env = clean_env() | {
-            "PEER_DATA": str(self.folder / "data.npz"),
-            "PEER_DIARY": str(self.folder / "diary"),
-            "PEER_ORDERS": str(self.folder / "orders") if orders else "",
-            "OMP_NUM_THREADS": "1",
-        }
+        self.env = environment(
+            PEER_DATA=str(self.folder / "data.npz"),
+            PEER_DIARY=str(self.folder / "diary"),
+            PEER_ORDERS=str(self.folder / "orders") if orders else "",
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -304,12 +303,6 @@ class Torchrun(Job):
                 os.kill(pid, signal.SIGKILL)
 
 
-def clean_env() -> dict[str, str]:
-    """Return the environment without variables of other jobs."""
-    stray = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_", "TORCHFT_", "PEER_", "MASTER_", "RANK", "WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if not name.startswith(stray)}
-
-
 def is_running(pid: int, script: str) -> bool:
     """Return whether the process exists and runs this script."""
     try:
@@ -337,13 +330,6 @@ def variable(pid: int, name: str) -> str:
     return ""
 
 
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        return probe.getsockname()[1]
-
-
 def digits() -> dict[str, np.ndarray]:
     """Return scikit-learn's digits as ``x`` and ``y``; without scikit-learn, noise of the same shapes."""
     package = importlib.util.find_spec("sklearn")
@@ -360,8 +346,14 @@ def commits(lines: list[Line]) -> Iterator[Line]:
     return (line for line in lines if line["event"] == "step" and line["committed"])
 
 
-def missing() -> str:
-    """Return a one-line instruction if the peers are not installed, "" if they are."""
-    if PEERS_PYTHON.exists():
-        return ""
-    return f"the peers are not installed in {PEERS_PYTHON.parents[1].name}: run `make bench-peers`, or choose other systems with --systems"
+ENVIRONMENTS = {"torchft": "peers", "torchft-tuned": "peers", "torchrun": "peers", "reconfigure": "torch", "ray": "ray"}
+"""The environment of each system that is a peer; all others are Holdfast's."""
+
+
+def installed(systems: Sequence[str]) -> list[str]:
+    """Return the systems that can run here; say of each other one that it cannot."""
+    pythons = {system: PYTHONS[ENVIRONMENTS.get(system, "own")] for system in systems}
+    for system, python in pythons.items():
+        if not python.exists():
+            print(f"{system} needs {python.parents[1].name}, which is missing: run make bench-peers", file=sys.stderr)
+    return [system for system, python in pythons.items() if python.exists()]

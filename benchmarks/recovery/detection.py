@@ -1,6 +1,6 @@
 """How soon the death of a process can be seen: in its life lock, and by its watcher.
 
-    python benchmarks/detection.py [--kills 20] [--json FILE]
+    python benchmarks/recovery/detection.py [--kills 20] [--json FILE]
 
 Processes are forked from one that has imported torch, as workers are by their fork server, and compute a little. Each
 receives SIGKILL. Milliseconds from there until this process, which polls both without a pause, reads
@@ -19,8 +19,12 @@ import resource
 import select
 import signal
 import struct
+import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import command_line, spread, table, write_json

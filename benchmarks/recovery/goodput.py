@@ -1,6 +1,6 @@
 """Goodput under random kills: useful samples per second, relative to the same system without kills.
 
-    python benchmarks/goodput.py [--wall 40] [--mtbf 5,10,30] [--systems holdfast,torchrun] [--seed 1] [--json FILE]
+    python benchmarks/recovery/goodput.py [--wall 40] [--mtbf 5,10,30] [--systems holdfast,torchrun] [--seed 1] [--json FILE]
 
 Four workers train the digits CNN. At exponentially distributed times, the same for every system, a living worker
 receives SIGKILL. A sample of a committed step is useful, and counted once. Systems differ in how they replace workers:
@@ -34,8 +34,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, command_line, table, write_json
-from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, missing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import ROOT, check_names, command_line, listed, measure_each, table, write_json
+from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, installed
 
 SYSTEMS = ("holdfast", "torchft", "torchft-tuned", "torchrun")
 RESPAWN = "holdfast-respawn"
@@ -56,14 +58,8 @@ def main() -> None:
     """Measure each system without kills and at each rate of kills, and print the table."""
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
-    results: list[Result] = []
-    failed = False
-    for system in options.systems:
-        try:
-            results += measure_all(system, options)
-        except (RuntimeError, TimeoutError) as error:  # the other systems are still worth measuring
-            print(f"{system}: {error}", file=sys.stderr)
-            failed = True
+    found, failed = measure_each(options.systems, lambda system: measure_all(system, options))
+    results = [result for each in found.values() for result in each]
     show(options, results)
     write_json(options.json, settings=vars(options), results=results)
     sys.exit(failed)
@@ -87,17 +83,14 @@ def parse() -> argparse.Namespace:
         __doc__,
         wall=(40.0, "seconds of training under kills"),
         workers=4,
-        join_timeout_ms=(200, "join timeout of torchft-tuned, see recovery.py"),
+        join_timeout_ms=(200, "join timeout of torchft-tuned, see kill.py"),
         seed=1,
     )
-    parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[5.0, 10.0, 30.0])
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
+    parser.add_argument("--mtbf", type=listed(float), default=[5.0, 10.0, 30.0])
+    parser.add_argument("--systems", type=listed(), default=list(SYSTEMS))
     options = parser.parse_args()
-    if odd := set(options.systems) - {*SYSTEMS, RESPAWN}:
-        parser.error(f"--systems must be of {', '.join([*SYSTEMS, RESPAWN])}, got {', '.join(sorted(odd))}")
-    if missing() and set(options.systems) - set(HOLDFAST):
-        print(missing(), file=sys.stderr)
-        options.systems = [system for system in options.systems if system in HOLDFAST]
+    check_names(parser, "--systems", options.systems, [*SYSTEMS, RESPAWN])
+    options.systems = installed(options.systems)
     return options
 
 

@@ -1,6 +1,6 @@
-"""How long the other workers are blocked when one joins: a spare that takes over, and a fresh process.
+"""How long the other workers are blocked when one joins: a spare that takes over, a fresh process, a replica of torchft.
 
-    python benchmarks/rejoin.py [--workers 3] [--kills 5] [--megabytes 100] [--kinds spare,whole] [--seed 0] [--json FILE]
+    python benchmarks/recovery/join.py [--workers 3] [--kills 5] [--megabytes 100] [--kinds spare,whole] [--seed 0] [--json FILE]
 
 Real workers on the ``gloo`` fabric, one of which is killed in every job. The model and its Adam state have the given
 size together, and a newcomer receives all of it.
@@ -13,11 +13,20 @@ whole  a new process is started and joins. ``join`` is the time from the last st
        memory for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
        ``without`` is the median step without the dead worker.
 
+``--kinds spare,whole,torchft`` measures torchft 0.2 on Gloo, too: a replica group a worker, its lighthouse with
+``--heartbeat_timeout_ms 500 --join_timeout_ms 200``, in one job. The model and its momentum have the given size together. A
+replica is killed and started again; it joins, and receives the state of another one over HTTP. Counted is the longest time
+between two commits of a survivor, from the five commits before all replicas take part to the second one with all, less one
+ordinary step: the quorum in which the newcomer heals comes before the one in which it takes part. ``held`` of ``whole``
+begins with the last step before its newcomer joins, and ends with the same step. ``copy`` is one copy of as many bytes in
+memory: the limit.
+
 Loopback on few cores says nothing about a cluster: one memory holds as many copies of the model as there are workers.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -30,7 +39,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import command_line, spread, table, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from common import check_names, command_line, listed, measure_each, spread, table, timed, write_json
+from peers.driver import Line, Torchft, commits, installed
 
 Row = dict[str, float]
 
@@ -39,38 +52,57 @@ PARTS = "HOLDFAST_BENCHMARK_PARTS"
 KILL_AT = 3
 STEPS_AFTER = 5
 MOST_STEPS = 100_000
+PEER = "torchft"
+KINDS = ("spare", "whole", PEER)
+TUNED = {"heartbeat_timeout_ms": 500, "join_timeout_ms": 200}
+GLOO_TIMEOUT_S = 5.0
+COPIES = 10
 
 
 def main() -> None:
     """Measure and print."""
-    parser = command_line(
-        __doc__,
-        workers=3,
-        kills=(5, "kills of each kind"),
-        megabytes=(100, "size of the state, in MB"),
-        kinds=("spare,whole", "which to measure, separated by commas"),
-        seed=0,
-    )
-    options = parser.parse_args()
-    rows: dict[str, list[Row]] = {kind: [] for kind in options.kinds.split(",")}
+    options = parse()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: dict[str, list[Row]] = {kind: [] for kind in options.kinds}
     for seed in range(options.kills):  # in turns
-        for kind, measured in rows.items():
-            measured.append(told(kind, run_once(kind, options.workers, options.megabytes, seed + options.seed)))
+        for kind in [kind for kind in options.kinds if kind != PEER]:
+            rows[kind].append(told(kind, run_once(kind, options.workers, options.megabytes, seed + options.seed)))
+    if PEER in rows:
+        found, _ = measure_each([PEER], lambda _: join_torchft(options))
+        rows = {kind: each for kind, each in (rows | found).items() if each}
+    copy_ms = time_copies(options.megabytes)
     spreads = {
         kind: {
             name: spread([row[name] for row in measured if name in row])
             for name in dict.fromkeys(name for row in measured for name in row)
         }
-        for kind, measured in rows.items()
+        for kind, measured in (rows | {"copy": [{"ms": each} for each in copy_ms]}).items()
     }
-    what = f"{options.workers} workers on {os.cpu_count()} cores, {options.megabytes} MB of state"
+    what = f"{options.workers} workers on {os.cpu_count()} cores, {options.megabytes:g} MB of state"
     lines = [
         [f"{kind}: {name}", str(values["n"]), *(f"{values[at]:.2f}" for at in ("p50", "p90", "max"))]
         for kind, each in spreads.items()
         for name, values in each.items()
     ]
     print(table(f"Time that the other workers are blocked: {what}", ["", "jobs", "p50", "p90", "max"], lines))
-    write_json(options.json, settings=vars(options), rows=rows, summary=spreads)
+    write_json(options.json, settings=vars(options), rows=rows, copy_ms=copy_ms, summary=spreads)
+    sys.exit(len(rows) < len(options.kinds))
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = command_line(
+        __doc__,
+        workers=3,
+        kills=(5, "kills of each kind"),
+        megabytes=(100.0, "size of the state, in MB"),
+        seed=0,
+    )
+    parser.add_argument("--kinds", type=listed(), default=["spare", "whole"], help="separated by commas")
+    options = parser.parse_args()
+    check_names(parser, "--kinds", options.kinds, KINDS)
+    options.kinds = installed(options.kinds)
+    return options
 
 
 def told(kind: str, row: Row) -> Row:
@@ -79,7 +111,7 @@ def told(kind: str, row: Row) -> Row:
     return row
 
 
-def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
+def run_once(kind: str, workers: int, megabytes: float, seed: int) -> Row:
     """Run one job with one kill."""
     from holdfast.config import Settings
     from holdfast.faults.plan import Fault, FaultPlan
@@ -161,10 +193,73 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
 
 
 # ---------------------------------------------------------------------------------------------
+# torchft
+
+
+def join_torchft(options: argparse.Namespace) -> list[Row]:
+    """Return how long each newcomer held the others."""
+    rows: list[Row] = []
+    job = Torchft(options.workers, TUNED, gloo_timeout_s=GLOO_TIMEOUT_S, orders=False)
+    job.env["PEER_STATE_BYTES"] = str(int(options.megabytes * 1e6))
+    with job:
+        since_s = wait_full(job, 0.0)
+        for number in range(options.kills):
+            victim = job.strike(number)
+            struck_s = time.monotonic()
+            job.wait_for("training of the survivors", lambda lines, at=struck_s: goes_on(lines, at, job.workers - 1))
+            job.restore()
+            wait_full(job, max(struck_s, since_s))
+            rows.append(told(PEER, {"held_ms": held(job.diaries.lines, struck_s, victim, job.workers)}))
+            since_s = job.diaries.lines[-1]["t_s"]
+        if job.killed() != options.kills:
+            raise RuntimeError(f"{options.kills} kills were sent, {job.killed()} workers ended by SIGKILL")
+    return rows
+
+
+def wait_full(job: Torchft, since_s: float) -> float:
+    """Wait until all replicas train together; return the time of the newest line."""
+
+    def full(lines: list[Line]) -> bool:
+        together = sum(line["t_s"] > since_s and line["workers"] == job.workers for line in commits(lines))
+        return together >= STEPS_AFTER * job.workers
+
+    job.wait_for("training with all replicas", full)
+    return float(job.diaries.lines[-1]["t_s"])
+
+
+def goes_on(lines: list[Line], since_s: float, workers: int) -> bool:
+    """Return whether the survivors have committed some steps since then."""
+    return sum(line["t_s"] > since_s for line in commits(lines)) >= STEPS_AFTER * workers
+
+
+def held(lines: list[Line], struck_s: float, victim: Any, workers: int) -> float:
+    """Return the longest pause of a survivor around the join, less one ordinary step, in milliseconds."""
+    times = {}
+    for line in commits(lines):
+        if line["t_s"] > struck_s and line["rank"] != victim:
+            times.setdefault(line["rank"], []).append((line["t_s"], line["workers"]))
+    longest, usual = 0.0, []
+    for steps in times.values():
+        joined = next(number for number, (_, together) in enumerate(steps) if together == workers)
+        usual += [b - a for (a, _), (b, _) in itertools.pairwise(steps[joined + 1 :])]
+        # The quorum in which it heals comes before the one in which it takes part.
+        around = steps[max(0, joined - STEPS_AFTER) : joined + 2]
+        longest = max([longest, *(b - a for (a, _), (b, _) in itertools.pairwise(around))])
+    return 1e3 * (longest - statistics.median(usual))
+
+
+def time_copies(megabytes: float) -> list[float]:
+    """Return how long one copy of the state takes, in milliseconds."""
+    source = np.ones(int(megabytes * 1e6) // 4, np.float32)
+    target = np.zeros_like(source)
+    return [1e3 * timed(lambda: np.copyto(target, source)) for _ in range(COPIES + 1)][1:]
+
+
+# ---------------------------------------------------------------------------------------------
 # The script of the workers
 
 
-def train(megabytes: int, workers: int) -> None:
+def train(megabytes: float, workers: int) -> None:
     """Train until the failed workers are replaced, and a little longer."""
     import torch
     from torch import nn
@@ -215,6 +310,6 @@ def measure_parts(session: Any, size_bytes: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--train"]:
-        train(int(sys.argv[2]), int(sys.argv[3]))
+        train(float(sys.argv[2]), int(sys.argv[3]))
     else:
         main()

@@ -1,6 +1,6 @@
-"""How long a kill interrupts training: real workers that receive SIGKILL, compared with torchft and torchrun.
+"""How long a kill interrupts training: real workers that receive SIGKILL, beside torchft, torchrun, torch's ``_reconfigure`` and Ray Train.
 
-    python benchmarks/recovery.py [--kills 6] [--workers 4] [--systems rollback,torchrun] [--seed 0] [--json FILE]
+    python benchmarks/recovery/kill.py [--kills 6] [--workers 4] [--systems rollback,torchrun] [--seed 0] [--json FILE]
 
 From the SIGKILL to the first commit of a step that was not committed before, in three parts: ``detect``, until the
 first survivor detects the failure; ``agree + rebuild``, until the survivors resume; ``redo``, until that commit. All
@@ -13,6 +13,15 @@ rollback-gloo, ...           the same over Gloo
 torchft                      0.2.0 on Gloo, replica groups of one worker, its lighthouse at defaults
 torchft-tuned                ``--heartbeat_timeout_ms 500`` and the best of several ``--join_timeout_ms``
 torchrun                     plain DDP on Gloo, all workers restarted, torch.save every ten steps
+reconfigure                  torch 2.14 or newer on Gloo: ``peers/reconfigure_worker.py`` keeps its processes and
+                             reconfigures the group; a parent announces a death at once. Which settings matter was tried
+                             there: the timeout of a collective does not, since the error of a dead neighbour runs round
+                             the ring
+ray                          Ray Train with ``FailureConfig(max_failures=-1)``: its controller restarts all workers, which
+                             load the newest checkpoint, of every ten steps. Its workers are looked at every 0.1 s;
+                             ``--health-check 2`` is its default
+
+The last two are measured if they are named, in environments of their own (``make bench-peers``).
 
 Peers have several kills a job: the next comes when all workers are back and have trained for a while. torchft keeps
 the timeouts of its own example (5 s for Gloo, 30 s for the manager). Its DDP hook had to be repaired, otherwise a kill
@@ -35,9 +44,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import command_line, ratio, spread, table, write_json
-from peers.driver import Job, Line, Torchft, Torchrun, commits, missing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import (
+    ROOT,
+    cells,
+    check_names,
+    command_line,
+    interval,
+    listed,
+    measure_each,
+    ratio,
+    spread,
+    table,
+    write_json,
+)
+from peers.driver import Job, Line, Torchft, Torchrun, commits, installed
+from peers.restarters import RayTrain, Reconfigure
+
+SCRIPT = ROOT / "src" / "holdfast_lab" / "workloads" / "train.py"
 PHASES = ("forward", "backward", "allreduce", "optimizer")
 STRATEGIES = ("rollback", "forward", "restart")
 FABRICS = ("ulfm", "gloo")
@@ -47,6 +72,10 @@ HOLDFAST = {
     for fabric in FABRICS
 }
 SYSTEMS = (*HOLDFAST, "torchft", "torchft-tuned", "torchrun")
+NAMED = ("reconfigure", "ray")
+"""Systems that are measured only if they are named."""
+TRAINING = ("--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs", "6")
+"""72 steps of 128 samples."""
 JOIN_TIMEOUTS_MS = (100, 200, 500, 1000, 2000)
 SWEEP_KILLS = 2
 """Kills between all-reduces, and kills in the backward pass, which leave others blocked in an all-reduce."""
@@ -63,22 +92,12 @@ def main() -> None:
     """Kill, measure, print."""
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows: dict[str, list[Row]] = {}
     sweep: dict[int, list[Row]] = {}
-    for system in options.systems:
-        try:
-            rows[system] = measure(system, options, sweep)
-        except (RuntimeError, TimeoutError) as error:  # the other systems are still worth measuring
-            print(f"{system}: {error}", file=sys.stderr)
+    rows, failed = measure_each(options.systems, lambda system: measure(system, options, sweep))
     show(options, rows, sweep)
-    write_json(
-        options.json,
-        settings=vars(options),
-        rows=rows,
-        sweep=sweep,
-        summary={system: summary(measured) for system, measured in rows.items()},
-    )
-    sys.exit(len(rows) < len(options.systems))
+    found = {system: summary(measured) for system, measured in rows.items()}
+    write_json(options.json, settings=vars(options), rows=rows, sweep=sweep, summary=found)
+    sys.exit(failed)
 
 
 def parse() -> argparse.Namespace:
@@ -86,9 +105,10 @@ def parse() -> argparse.Namespace:
     parser = command_line(
         __doc__, kills=(6, "kills of each system; below about 100 the p99 is the maximum"), workers=4, seed=0
     )
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
+    parser.add_argument("--systems", type=listed(), default=list(SYSTEMS))
     parser.add_argument("--strategy", choices=STRATEGIES, help="only Holdfast, with this strategy")
     parser.add_argument("--fabric", choices=FABRICS, help="only Holdfast, over this fabric")
+    parser.add_argument("--health-check", type=float, default=0.1, metavar="SECONDS", help="of Ray Train's controller")
     options = parser.parse_args()
     if options.strategy or options.fabric:
         options.systems = [
@@ -96,11 +116,8 @@ def parse() -> argparse.Namespace:
             for system, (strategy, fabric) in HOLDFAST.items()
             if options.strategy in (None, strategy) and options.fabric in (None, fabric)
         ]
-    if odd := set(options.systems) - set(SYSTEMS):
-        parser.error(f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(sorted(odd))}")
-    if missing() and set(options.systems) - set(HOLDFAST):
-        print(missing(), file=sys.stderr)
-        options.systems = [system for system in options.systems if system in HOLDFAST]
+    check_names(parser, "--systems", options.systems, [*SYSTEMS, *NAMED])
+    options.systems = installed(options.systems)
     return options
 
 
@@ -109,6 +126,10 @@ def measure(system: str, options: argparse.Namespace, sweep: dict[int, list[Row]
     faults = draw(options.seed, options.workers, options.kills)
     if system in HOLDFAST:
         return [told(system, kill_once(*HOLDFAST[system], options.workers, fault)) for fault in faults]
+    if system == "reconfigure":
+        return kill_peer(system, lambda: Reconfigure(options.workers), torchft_times, faults)
+    if system == "ray":
+        return kill_peer(system, lambda: RayTrain(options.workers, options.health_check), torchrun_times, faults)
     if system == "torchrun":
         return kill_peer(system, lambda: Torchrun(options.workers), torchrun_times, faults)
     if system == "torchft":
@@ -183,8 +204,7 @@ def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -
         saving = {"checkpoint_dir": folder, "checkpoint_every": CHECKPOINT_EVERY} if strategy == "restart" else {}
         plan = FaultPlan((Fault("kill", **fault),)).to_json()
         settings = Settings(fabric=fabric, workers=workers, strategy=strategy, faults=plan, **saving)
-        script = Path(__file__).with_name("digits_cnn.py")
-        outcome = launch(HoldfastJob(script=script, settings=settings))
+        outcome = launch(HoldfastJob(script=SCRIPT, args=TRAINING, settings=settings))
     if outcome.exit_code:
         raise RuntimeError(f"holdfast ended with {outcome.exit_code}: {outcome.message}\n{outcome.mpirun_output}")
     return holdfast_times(fault, outcome.records)
@@ -311,26 +331,21 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 def show(options: argparse.Namespace, rows: dict[str, list[Row]], sweep: dict[int, list[Row]]) -> None:
     """Print the tables."""
-    spreads = {system: summary(measured) for system, measured in rows.items()}
     what = f"{options.workers} workers on {os.cpu_count()} cores, digits CNN, ms"
-    whole = [[s, str(each["recover_ms"]["n"]), *cells(each["recover_ms"])] for s, each in spreads.items()]
-    against = [times_rollback(rows, system) for system in rows]
-    head = ["SIGKILL to next commit", "kills", "p50", "p90", "p99", "max"]
-    if any(against):
-        head, whole = [*head, "times rollback"], [[*line, text] for line, text in zip(whole, against, strict=True)]
+    whole = [[system, str(len(found)), *numbers(found), times_rollback(rows, system)] for system, found in rows.items()]
+    head = ["SIGKILL to next commit", "kills", "p50", "p90", "p99", "max", "times rollback"]
     print(table(f"From the SIGKILL to the next committed step: {what}", head, whole))
     parts = ("detect_ms", "agree_rebuild_ms", "redo_ms", "step_ms")
     halves = [
-        [system, *(f"{each[part]['p50']:.1f}" for part in parts), workers_seen(rows[system])]
-        for system, each in spreads.items()
+        [system, *(cells([row[part] for row in found], 1, keys=["p50"])[0] for part in parts), workers_seen(found)]
+        for system, found in rows.items()
     ]
     head = ["", "detect", "agree + rebuild", "redo", "one step", "workers"]
-    print()
-    print(table("Its parts, medians, ms, and the number of workers in the committed step", head, halves))
+    print("\n" + table("Its parts, medians, ms, and the number of workers in the committed step", head, halves))
     if sweep:
-        tried = [[str(ms), str(len(got)), *cells(summary(got)["recover_ms"])] for ms, got in sweep.items()]
-        print()
-        print(table("torchft-tuned: tuning, ms", ["--join_timeout_ms", "kills", "p50", "p90", "p99", "max"], tried))
+        tried = [[str(ms), str(len(got)), *numbers(got)] for ms, got in sweep.items()]
+        head = ["--join_timeout_ms", "kills", "p50", "p90", "p99", "max"]
+        print("\n" + table("torchft-tuned: tuning, ms", head, tried))
 
 
 def workers_seen(rows: Sequence[Row]) -> str:
@@ -339,9 +354,9 @@ def workers_seen(rows: Sequence[Row]) -> str:
     return " to ".join(map(str, sorted({min(seen), max(seen)})))
 
 
-def cells(values: dict[str, float]) -> list[str]:
-    """Return the numbers of a row."""
-    return [f"{values[name]:.1f}" for name in ("p50", "p90", "p99", "max")]
+def numbers(rows: Sequence[Row]) -> list[str]:
+    """Return the cells of some kills."""
+    return cells([row["recover_ms"] for row in rows], 1, keys=("p50", "p90", "p99", "max"))
 
 
 def times_rollback(rows: dict[str, list[Row]], system: str) -> str:
@@ -349,8 +364,7 @@ def times_rollback(rows: dict[str, list[Row]], system: str) -> str:
     if "rollback" not in rows or system == "rollback":
         return ""
     ours, theirs = ([row["recover_ms"] for row in rows[name]] for name in ("rollback", system))
-    found = ratio(theirs, ours)
-    return f"{found['ratio']:.1f} ({found['low']:.1f} to {found['high']:.1f})"
+    return interval(ratio(theirs, ours), 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Goodput under real kills, beside the simulator's prediction from costs that were measured in other runs.
 
-    python benchmarks/predicted.py [--strategies rollback,forward,restart] [--mtbf 10,20,40] [--wall 60] [--seeds 1,2,3]
+    python benchmarks/recovery/predicted.py [--strategies rollback,forward,restart] [--mtbf 10,20,40] [--wall 60] [--seeds 1,2,3]
                                    [--pairs 1] [--json FILE]
 
 In about half an hour on two cores: ``--mtbf 10,30 --wall 40 --seeds 1,2``.
@@ -26,13 +26,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from common import command_line, table, write_json
-from goodput import CHECKPOINT_EVERY, WARM_STEPS, Holdfast, schedule, tend_until
+from common import check_names, command_line, listed, table, write_json
 from peers.driver import WAIT_S, commits
-from spent import Spent, spent
+from recovery.goodput import CHECKPOINT_EVERY, WARM_STEPS, Holdfast, schedule, tend_until
+from recovery.spent import Spent, spent
 
 from holdfast.records.files import read_run
 from holdfast.records.types import Record, RunStarted, StepCommitted
@@ -126,12 +129,11 @@ def parse() -> argparse.Namespace:
         pairs=(1, "number of points of each strategy that are run twice"),
         apart=(APART, "steps between kills in the calibration runs"),
     )
-    parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
-    parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[10.0, 20.0, 40.0])
-    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("--strategies", type=listed(), default=list(STRATEGIES))
+    parser.add_argument("--mtbf", type=listed(float), default=[10.0, 20.0, 40.0])
+    parser.add_argument("--seeds", type=listed(int), default=[1, 2, 3])
     options = parser.parse_args()
-    if odd := set(options.strategies) - set(STRATEGIES):
-        parser.error(f"--strategies must be of {', '.join(STRATEGIES)}, got {', '.join(sorted(odd))}")
+    check_names(parser, "--strategies", options.strategies, STRATEGIES)
     return options
 
 

@@ -1,6 +1,6 @@
 """What the authentication of the membership store costs: processor time of a MAC at each end, and of a connection.
 
-python benchmarks/authentication.py
+python benchmarks/scale/authentication.py
 """
 
 import argparse

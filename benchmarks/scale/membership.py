@@ -1,12 +1,12 @@
 """What a recovery costs the membership store: many simulated workers in one process, the store and roster that jobs use.
 
-    python benchmarks/membership.py [--sizes 64,256,1024] [--per-node 8] [--recoveries 5] [--direct] [--json FILE]
+    python benchmarks/scale/membership.py [--sizes 64,256,1024] [--per-node 8] [--recoveries 5] [--json FILE]
 
 Each node has a relay, as ``holdfast run`` starts one, with a real connection to a real store. A simulated worker is a
 roster in a thread whose store calls the relay: its connection within the node is left out. A launcher reports a death, and each survivor does what a recovery does with the store: revoke, agree, shrink, agree, agree, and
 gather the addresses of the new generation. Messages are those that a node's launcher sends to the job's store and
 receives from it, without heartbeats; seconds are processor time of the whole process, which plays all nodes on one core.
-``--direct`` connects workers to the store without relays. ``--jobs-of 64`` is a control: as many workers in this process,
+``--jobs-of 64`` is a control: as many workers in this process,
 but in jobs of 64 that know nothing of each other. What a recovery of 1,024 workers costs more than one of 16 such jobs
 at once grows with the size of the job; the rest of what grows is that so many threads share an interpreter.
 """
@@ -17,16 +17,18 @@ import argparse
 import contextlib
 import math
 import os
-import resource
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from common import command_line, table, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import command_line, listed, processor_s, table, write_json
 
 from holdfast.errors import PeerFailed
 from holdfast.membership import Hub, HubStore, Roster, Store
@@ -35,8 +37,6 @@ from holdfast.membership.wire import dump, parse
 
 TOKEN = "benchmark"  # noqa: S105
 LEASE_S = 120.0
-ADDRESS = "x" * 208
-"""As long as an address of Gloo in the store."""
 
 
 class CountingHub(Hub):
@@ -145,9 +145,7 @@ class Row:
 def main() -> None:
     """Measure each size and print the table."""
     parser = command_line(__doc__, per_node=8, recoveries=5)
-    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=[64, 256, 1024])
-    parser.add_argument("--direct", action="store_true", help="without relays")
-    parser.add_argument("--addresses", action="store_true", help="with the gathering of addresses")
+    parser.add_argument("--sizes", type=listed(int), default=[64, 256, 1024])
     parser.add_argument("--jobs-of", type=int, metavar="WORKERS", help="split the workers into jobs of this size")
     options = parser.parse_args()
     smallest = min([*options.sizes, options.jobs_of or math.inf])
@@ -160,13 +158,10 @@ def main() -> None:
     cells = []
     for size, of_size in rows.items():
         nodes = -(-size // options.per_node)
-        sent, received, processor, wall = (
-            statistics.median(getattr(row, name) for row in of_size)
-            for name in ("sent", "received", "processor_s", "wall_s")
-        )
-        cells.append(
-            [str(size), str(nodes), f"{sent / nodes:.1f}", f"{received / nodes:.1f}", f"{processor:.2f}", f"{wall:.2f}"]
-        )
+        names = ("sent", "received", "processor_s", "wall_s")
+        sent, received, processor, wall = (statistics.median(getattr(row, name) for row in of_size) for name in names)
+        by_node = [f"{sent / nodes:.1f}", f"{received / nodes:.1f}"]
+        cells.append([str(size), str(nodes), *by_node, f"{processor:.2f}", f"{wall:.2f}"])
     heads = ["workers", "nodes", "sent by a node", "received by a node", "processor time (s)", "seconds"]
     print(table("A recovery at the membership store", heads, cells))
     write_json(
@@ -193,37 +188,36 @@ def measure(size: int, options: argparse.Namespace) -> list[Row]:
     with contextlib.ExitStack() as stack:
         jobs = [open_job(stack, of, options) for _ in range(size // of)]
         print(f"{size} workers are connected", file=sys.stderr)
-        return [recover(jobs, options.addresses) for _ in range(options.recoveries)]
+        return [recover(jobs) for _ in range(options.recoveries)]
 
 
 def open_job(stack: contextlib.ExitStack, size: int, options: argparse.Namespace) -> Job:
     """Start a job with ``size`` workers."""
     hub = stack.enter_context(CountingHub(TOKEN, lease_s=LEASE_S))
-    stores = list(open_stores(stack, hub, size, options.per_node, options.direct))
+    stores = list(open_stores(stack, hub, size, options.per_node))
     rosters = [Roster(store, rank, range(size)) for rank, store in enumerate(stores)]
     launcher = HubStore(hub.address, TOKEN, "job")
     stack.callback(launcher.close)
     return Job(hub, launcher, rosters)
 
 
-def open_stores(stack: contextlib.ExitStack, hub: Hub, size: int, per_node: int, direct: bool) -> Iterator[Store]:
+def open_stores(stack: contextlib.ExitStack, hub: Hub, size: int, per_node: int) -> Iterator[Store]:
     """Yield the store of each worker."""
-    address = hub.address
     for rank in range(size):
-        if rank % per_node == 0 and not direct:
+        if rank % per_node == 0:
             upstream = HubStore(hub.address, TOKEN, "job")
             own = range(rank, rank + per_node)
             relay = Relay(
                 upstream, "job", TOKEN, node=str(rank // per_node), ranks=lambda own=own: own, lease_s=LEASE_S
             )
             stack.callback(upstream.close)
-            address = stack.enter_context(relay).address
-        store = HubStore(address, TOKEN, "job") if direct else SimulatedStore(relay)
+            stack.enter_context(relay)
+        store = SimulatedStore(relay)
         stack.callback(store.close)
         yield store
 
 
-def recover(jobs: list[Job], addresses: bool) -> Row:
+def recover(jobs: list[Job]) -> Row:
     """Let each job lose a worker, and the others recover; threads are started before and not counted."""
     began_s = used_s = 0.0
 
@@ -235,7 +229,7 @@ def recover(jobs: list[Job], addresses: bool) -> Row:
         for job in jobs:
             job.lose_one()
 
-    in_threads([lambda roster=roster: survive(roster, addresses) for job in jobs for roster in job.rosters[1:]], begin)
+    in_threads([lambda roster=roster: survive(roster) for job in jobs for roster in job.rosters[1:]], begin)
     row = Row(
         sum(job.hub.received for job in jobs),
         sum(job.hub.sent for job in jobs),
@@ -248,7 +242,7 @@ def recover(jobs: list[Job], addresses: bool) -> Row:
     return row
 
 
-def survive(roster: Roster, addresses: bool) -> None:
+def survive(roster: Roster) -> None:
     """Do what a recovery does with the store."""
     while True:
         version = roster.store.version
@@ -263,8 +257,6 @@ def survive(roster: Roster, addresses: bool) -> None:
     if not (roster.agree(True) and roster.agree(True)):
         raise AssertionError("another member was reported dead")
     roster.gather("here")
-    if addresses:
-        roster.gather("addresses", ADDRESS)
 
 
 def in_threads(acts: list[Callable[[], None]], then: Callable[[], None]) -> None:
@@ -285,12 +277,6 @@ def in_threads(acts: list[Callable[[], None]], then: Callable[[], None]) -> None
         thread.join(600)
     if errors:
         raise errors[0]
-
-
-def processor_s() -> float:
-    """Return the processor time of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

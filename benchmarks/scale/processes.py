@@ -1,6 +1,6 @@
 """How recovery grows with the number of processes: many processes on few cores, without a model.
 
-    python benchmarks/scale.py [--fabric ulfm|gloo] [--sizes 4,8,16,32,64] [--kills 12] [--seed 0] [--json FILE]
+    python benchmarks/scale/processes.py [--fabric ulfm|gloo] [--sizes 4,8,16,32,64] [--kills 12] [--seed 0] [--json FILE]
 
 Processes all-reduce small vectors in a loop; one kills itself, the others recover and continue; then the next. The
 sequence is that of ``holdfast.recovery.protocol``, reimplemented here because ``holdfast.comm`` imports torch::
@@ -35,7 +35,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import command_line, spread, table, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import command_line, environment, listed, spread, table, write_json
 
 SIZES = (4, 8, 16, 32, 64)
 ELEMENTS = 1000
@@ -64,7 +66,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = command_line(__doc__, kills=(12, "kills of each size, at least"), seed=0)
     parser.add_argument("--fabric", choices=("ulfm", "gloo"), default="ulfm")
-    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=list(SIZES))
+    parser.add_argument("--sizes", type=listed(int), default=list(SIZES))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if min(options.sizes) < 2:
@@ -85,11 +87,13 @@ def measure(fabric: str, size: int, kills: int, seed: int) -> list[Row]:
 
 def run_job(fabric: str, size: int, victims: list[int], seed: int) -> list[Row]:
     """Return a row for each kill of one job."""
+    from holdfast.comm.fabrics.ulfm import mpirun_command
+
     with tempfile.TemporaryDirectory() as folder:
         told = {"folder": folder, "victims": victims, "seed": seed, "size": size}
         with Path(folder, "job.log").open("wb") as log:
             job = subprocess.Popen(
-                [*(mpirun(size) if fabric == "ulfm" else []), sys.executable, __file__, "--fabric", fabric, "--worker", json.dumps(told)],
+                [*(mpirun_command(size) if fabric == "ulfm" else []), sys.executable, __file__, "--fabric", fabric, "--worker", json.dumps(told)],
                 env=environment(), stdout=log, stderr=log, process_group=0,
             )  # fmt: skip
         try:
@@ -97,19 +101,6 @@ def run_job(fabric: str, size: int, victims: list[int], seed: int) -> list[Row]:
         finally:
             end(job)
         return [read_kill(Path(folder), number, victims) for number in range(len(victims))]
-
-
-def mpirun(size: int) -> list[str]:
-    """Return the command that starts processes in the same way as Holdfast."""
-    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    flags = "--with-ft ulfm --oversubscribe --bind-to none --mca coll ^han --mca mpi_yield_when_idle 1"
-    return [str(Path(sys.executable).with_name("mpirun")), *flags.split(), *root, "-n", str(size)]
-
-
-def environment() -> dict[str, str]:
-    """Return the environment without variables of other jobs."""
-    stray = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(stray)} | {"OMP_NUM_THREADS": "1"}
 
 
 def wait_for_results(job: subprocess.Popen[bytes], folder: Path, survivors: set[int]) -> None:

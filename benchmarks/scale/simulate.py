@@ -1,6 +1,6 @@
 """Speed of the simulator: one history, and large sweeps.
 
-    python benchmarks/simulate.py [--repetitions 1000] [--workers 100000] [--days 90] [--compiled] [--json FILE]
+    python benchmarks/scale/simulate.py [--repetitions 1000] [--workers 100000] [--days 90] [--compiled] [--json FILE]
 
 ========  ==================================================================================================  ==============
 case      simulates                                                                                           target
@@ -19,9 +19,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import command_line, table, write_json
 

@@ -1,6 +1,6 @@
 """The cost of a step of a thousand virtual workers with batched slices, relative to a plain loop on the same batch.
 
-    python benchmarks/batched.py [--workers 1000] [--batch 1000] [--rounds 12] [--json FILE]
+    python benchmarks/step/batched.py [--workers 1000] [--batch 1000] [--rounds 12] [--json FILE]
 
 Three trainings take turns, a block of steps each: the plain loop (without Holdfast), one virtual worker, and
 ``--workers``; each ratio is taken within a round. Times are processor time of this process, with one torch thread, so
@@ -11,10 +11,13 @@ run has one for each failure.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F

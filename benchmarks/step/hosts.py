@@ -1,6 +1,6 @@
 """What a step sends and how long it takes between hosts whose links are slow, beside DDP on Gloo.
 
-    python benchmarks/hosts.py [--hosts 2 4 8] [--workers 1] [--model mlp] [--rate 1gbit] [--bucket-mb 25] [--json FILE]
+    python benchmarks/step/hosts.py [--hosts 2 4 8] [--workers 1] [--model mlp] [--rate 1gbit] [--bucket-mb 25] [--json FILE]
 
 Hosts are network namespaces of this machine (``tests/support/netns.py``; needs root, ``ip`` and ``tc``). Every link is
 shaped in both directions (``tc ... tbf``). Cores, caches and memory are shared by all hosts, so this shows what links
@@ -15,6 +15,8 @@ holdfast       a session, ``holdfast run --fabric gloo --nnodes N --order tree``
 holdfast-late  the same with ``--overlap off``: sums begin after the backward pass
 holdfast-fold  holdfast with ``--order fold``: slices between hosts
 holdfast-bf16  holdfast with ``--wire bf16``: rounded sums and means between hosts
+wire           two hosts send each other as many bytes as the gradients have, at the same time over TCP: the limit;
+               measured if it is named, with ``--hosts 2 --workers 1``
 =============  ========================================================================================================
 
 Systems take turns, in another order in each round, and each round starts new jobs. The first steps of a job are not
@@ -31,28 +33,35 @@ import json
 import math
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from common import ROOT, command_line, ratio, spread, table, write_json
+from common import ROOT, cells, command_line, environment, interval, ratio, table, turned, write_json
 from models import JOBS
-from step_time import TOLERANCE, Training, work_ddp, work_holdfast
+from step.step_time import TOLERANCE, Training, work_ddp, work_holdfast
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from netns import Hosts
 
 SYSTEMS = ("ddp-gloo", "ddp-fp16", "holdfast", "holdfast-late", "holdfast-fold", "holdfast-bf16")
+WIRE = "wire"
 BASE = "ddp-gloo"
 ROUNDED = 2.0**-7
 """Largest relative distance from the weights of ddp-gloo where gradients are rounded to 8 bits."""
 WARM_UP_STEPS = 3
 PORT = 29400
+CHUNK_BYTES = 1 << 20
 JOB_S = 300.0
 """Time limit of a job, in seconds."""
 
@@ -61,13 +70,13 @@ class Meter:
     """Counts a worker's steps, and what leaves its host in them; writes both into a file.
 
     Args:
-        training: Its training.
+        moved: Returns how far its training has moved the weights.
         steps: Steps to measure, after the warm-up.
         path: The file.
     """
 
-    def __init__(self, training: Training, steps: int, path: Path) -> None:
-        self._training, self._steps, self._path = training, steps, path
+    def __init__(self, moved: Callable[[], list[float]], steps: int, path: Path) -> None:
+        self._moved, self._steps, self._path = moved, steps, path
         self._times: list[float] = []
         self._sent = 0
 
@@ -82,7 +91,7 @@ class Meter:
         found = {
             "steps_ms": [1e3 * (after - before) for before, after in itertools.pairwise(starts)],
             "sent_bytes": (sent_bytes() - self._sent) / self._steps,
-            "moved": self._training.moved(),
+            "moved": self._moved(),
         }
         self._path.write_text(json.dumps(found))
         return False
@@ -99,17 +108,57 @@ def work(system: str, model: str, workers: int, steps: int, folder: str) -> None
     torch.set_num_threads(1)
     training = Training(model, workers, None)
     is_ddp = system.startswith("ddp")
-    rank = os.environ["RANK" if is_ddp else "HOLDFAST_RANK"]
-    meter: Any = Meter(training, steps, Path(folder, f"{rank}.json"))
-    if is_ddp:
+    rank = os.environ["RANK" if is_ddp or system == WIRE else "HOLDFAST_RANK"]
+    meter: Any = Meter(training.moved if system != WIRE else list, steps, Path(folder, f"{rank}.json"))
+    if system == WIRE:
+        exchange(meter, rank == "0", bytes_of(model))
+    elif is_ddp:
         work_ddp(training, meter, backend="gloo", rounds=system.endswith("16"))
     else:
         work_holdfast(training, meter)
 
 
+def bytes_of(model: str) -> int:
+    """Return the bytes of the gradients of a model."""
+    return 4 * sum(p.numel() for p in JOBS[model].model().parameters())
+
+
+def exchange(meter: Meter, listens: bool, size_bytes: int) -> None:
+    """Send bytes to the other host and receive as many at the same time, once a step."""
+    connection = connect(os.environ["MASTER_ADDR"], listens)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    content, buffer = memoryview(bytes(size_bytes)), bytearray(CHUNK_BYTES)
+    while meter.again():
+        sender = threading.Thread(target=connection.sendall, args=(content,))
+        sender.start()
+        left = size_bytes
+        while left:
+            got = connection.recv_into(buffer, min(left, CHUNK_BYTES))
+            if not got:
+                raise EOFError("the other host has closed the connection")
+            left -= got
+        sender.join()
+
+
+def connect(address: str, listens: bool) -> socket.socket:
+    """Return a connection of the two hosts."""
+    if listens:
+        with socket.create_server((address, PORT)) as server:
+            server.settimeout(JOB_S)
+            return server.accept()[0]
+    end_s = time.monotonic() + JOB_S
+    while True:
+        try:
+            return socket.create_connection((address, PORT), timeout=JOB_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.05)
+
+
 def commands(options: argparse.Namespace, system: str, hosts: Hosts, count: int, script: list[str]) -> list[list[str]]:
     """Return the commands that start a job, on the hosts from 1 to ``count``."""
-    if system.startswith("ddp"):
+    if system == WIRE or system.startswith("ddp"):
         env = ["env", f"MASTER_ADDR={hosts.address(1)}", f"MASTER_PORT={PORT}", f"WORLD_SIZE={count * options.workers}"]
         return [
             [*hosts.inside(1 + rank // options.workers), *env, f"RANK={rank}", sys.executable, *script]
@@ -130,8 +179,10 @@ def run_job(options: argparse.Namespace, system: str, hosts: Hosts, count: int) 
     workers = count * options.workers
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
         asked = json.dumps([system, options.model, workers, options.steps, folder])
-        env = os.environ | {"HOLDFAST_BUCKET_BYTES": str(int(options.bucket_mb * 2**20))}
-        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HOLDFAST_TOKEN": "benchmark" * 4}
+        env = environment(
+            HOLDFAST_BUCKET_BYTES=str(int(options.bucket_mb * 2**20)), HOLDFAST_TOKEN="benchmark" * 4,
+            GLOO_SOCKET_IFNAME="eth0",
+        )  # fmt: skip
         script = [str(Path(__file__).resolve()), "work", asked]
         started = [
             subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -159,10 +210,9 @@ def measure(options: argparse.Namespace, hosts: Hosts, count: int) -> dict[str, 
     """Return what each system sends a step and host, and how long its steps take, on ``count`` hosts."""
     found: dict[str, dict[str, Any]] = {name: {"steps_ms": [], "vectors": []} for name in options.systems}
     moved: dict[str, list[float]] = {}
-    bytes_of_vector = 4 * sum(p.numel() for p in JOBS[options.model].model().parameters())
+    bytes_of_vector = bytes_of(options.model)
     for number in range(options.rounds):
-        shift = number % len(options.systems)
-        for name in [*options.systems][shift:] + [*options.systems][:shift]:
+        for name in turned(options.systems, number):
             workers = run_job(options, name, hosts, count)
             # The slowest worker of each step: all wait for it.
             found[name]["steps_ms"] += [max(times) for times in zip(*(w["steps_ms"] for w in workers), strict=True)]
@@ -170,7 +220,7 @@ def measure(options: argparse.Namespace, hosts: Hosts, count: int) -> dict[str, 
             moved[name] = workers[0]["moved"]
     for name, values in moved.items():
         tolerance = ROUNDED if name.endswith("16") else TOLERANCE
-        if (base := moved.get(BASE)) and math.dist(values, base) > tolerance * math.hypot(*base):
+        if values and (base := moved.get(BASE)) and math.dist(values, base) > tolerance * math.hypot(*base):
             sys.exit(f"{name} on {count} hosts has other weights than {BASE}")
     return found
 
@@ -180,13 +230,9 @@ def show(options: argparse.Namespace, count: int, found: dict[str, dict[str, Any
     head = ["system", "vectors sent a host", "p50, ms", "p10-p90", "to ddp-gloo"]
     rows = []
     for name, values in found.items():
-        times = spread(values["steps_ms"])
-        to = ""
-        if BASE in found:
-            its = ratio(values["steps_ms"], found[BASE]["steps_ms"])
-            to = f"{its['ratio']:.2f} ({its['low']:.2f}-{its['high']:.2f})"
-        sent = f"{statistics.mean(values['vectors']):.2f}"
-        rows.append([name, sent, f"{times['p50']:.0f}", f"{times['p10']:.0f}-{times['p90']:.0f}", to])
+        p50, p10, p90 = cells(values["steps_ms"], 0)
+        to = interval(ratio(values["steps_ms"], found[BASE]["steps_ms"])) if BASE in found else ""
+        rows.append([name, f"{statistics.mean(values['vectors']):.2f}", p50, f"{p10}-{p90}", to])
     title = f"{options.model}, {count} hosts of {options.workers} workers, links of {options.rate}"
     return table(f"{title}; {os.cpu_count()} cores for all", head, rows)
 
@@ -209,10 +255,13 @@ def parse() -> argparse.Namespace:
         bucket_mb=(25.0, "size of holdfast's buckets, MiB; DDP's are 25"),
         steps=(10, "measured steps of a job"),
         rounds=3,
+        systems=([*SYSTEMS], None, (*SYSTEMS, WIRE)),
+        model=("mlp", None, ("cnn", "mlp", "resnet")),
     )
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--model", choices=("cnn", "mlp", "resnet"), default="mlp")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if WIRE in options.systems and (options.hosts, options.workers) != ([2], 1):
+        parser.error(f"--systems {WIRE} needs --hosts 2 --workers 1")
+    return options
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """How much memory training takes: bytes per parameter with Adam, as the system counts them, beside DDP.
 
-    python benchmarks/memory.py [--workers 2] [--slices 1 2 8] [--systems ddp ddp-views shared messages] [--json FILE]
+    python benchmarks/step/memory.py [--workers 2] [--slices 1 2 8] [--systems ddp ddp-views shared messages] [--json FILE]
 
 =========  =========================================================================================================
 system     what runs
@@ -33,6 +33,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F

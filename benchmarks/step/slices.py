@@ -7,7 +7,7 @@ With ``--any-order`` only the exact addition is measured: eight slices beside th
 accumulates in one gradient, in the same session, as a single slice. That is addition in any order: a worker's samples
 are then one term, whatever their number, so the result depends on which worker has them.
 
-    python benchmarks/slices.py [--blocks N] [--models digits mlp cnn transformer] [--any-order]
+    python benchmarks/step/slices.py [--blocks N] [--models digits mlp cnn transformer] [--any-order]
 
 Times are processor time; ratios are taken within a block, with the 95 % interval of the median by bootstrap.
 """
@@ -17,9 +17,12 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F

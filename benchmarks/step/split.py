@@ -1,6 +1,6 @@
 """How long a step of a split model takes: ``Sharded`` beside torch's FSDP2, ``Pipeline`` beside torch's GPipe schedule.
 
-    python benchmarks/split.py [--models mlp transformer] [--workers 2 4] [--kinds sharded pipeline] [--json FILE]
+    python benchmarks/step/split.py [--models mlp transformer] [--workers 2 4] [--kinds sharded pipeline] [--json FILE]
 
 =================  ================================================================================================
 system             what runs
@@ -29,10 +29,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from common import command_line, ratio, spread, table, write_json
 from models import CONTEXT, JOBS, Transformer, loss_of, make_model
-from step_time import TOLERANCE, WARM_UP_STEPS, Contender, Race, SystemFailed, Turns, interval
+from step.step_time import TOLERANCE, WARM_UP_STEPS, Contender, Race, SystemFailed, Turns, interval
 from torch import nn
 from torch.nn import functional as F
 

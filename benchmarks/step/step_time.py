@@ -1,6 +1,6 @@
 """How long a step takes: four models, several workers, each system a real job of real processes.
 
-    python benchmarks/step_time.py [--models cnn mlp] [--workers 2 4] [--systems alone ddp-gloo holdfast] [--json FILE]
+    python benchmarks/step/step_time.py [--models cnn mlp] [--workers 2 4] [--systems alone ddp-gloo holdfast] [--json FILE]
 
 ================  =================================================================================================
 system            what runs
@@ -42,6 +42,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import PEERS_PYTHON, command_line, ratio, spread, table, write_json

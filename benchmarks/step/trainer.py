@@ -1,6 +1,6 @@
 """How long a step of the Trainer of Transformers takes: on a session of Holdfast, and through DDP on Gloo.
 
-    python benchmarks/integrations_hf.py [--workers 2] [--rounds 15] [--steps 4] [--fabric ulfm gloo] [--json FILE]
+    python benchmarks/step/trainer.py [--workers 2] [--rounds 15] [--steps 4] [--fabric ulfm gloo] [--json FILE]
 
 Both train the same GPT-2 with the same number of samples in a step: DDP a batch on each process, Holdfast a mini-batch
 with one slice for each worker. Their jobs are started first and then take turns, block by block, as in step_time.py.
@@ -17,8 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from common import command_line, ratio, spread, table, write_json
-from step_time import BLOCK_S, WARM_UP_STEPS, Contender, Turns, free_port
+from step.step_time import BLOCK_S, WARM_UP_STEPS, Contender, Turns, free_port
 
 DDP = "ddp-gloo"
 LENGTH, VOCABULARY, SAMPLES = 64, 4096, 4
