@@ -10,8 +10,7 @@ with     a window of the weights, of the optimizer's state and of the buffers is
 =======  ==============================================================================================================
 
 Both write their records to a file, as under the launcher, train in the same processes and take turns, block by block,
-in a different order each time. A block is long enough to hash the whole state once, and is represented by its mean
-step. The ratio is taken within a round; the interval is that of the median of these ratios. ``--kind sharded`` or
+in a different order each time (``turns.py``). A block is long enough to hash the whole state once. ``--kind sharded`` or
 ``pipeline`` does the same with the model split over the workers, with one hot standby for each part.
 """
 
@@ -28,17 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from models import JOBS, make_model
-from overhead.turns import (
-    by_slices,
-    connect_each,
-    leave,
-    make_parser,
-    run_jobs,
-    show_turns,
-    steps_of,
-    take_turns,
-    train,
-)
+from overhead.turns import by_slices, make_parser, run_jobs, show_turns, steps_of, train, train_in_turns
 from step.split import MICRO_BATCHES, loss, stages_of
 
 import holdfast
@@ -55,25 +44,21 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="whole")
     options = parser.parse_args()
     if options.work:
-        work(options)
+        start = lambda variant, name, comm: train_one(options, variant, name, comm)  # noqa: E731
+        train_in_turns(options, start, VARIANTS, WARM_UP_STEPS)
     for model, workers, found in run_jobs(options, "--kind", options.kind):
         show_turns(model, workers, found["blocks"], dict.fromkeys(VARIANTS, "without"), f"{options.kind}, ")
 
 
-def work(options: argparse.Namespace) -> None:
-    """Train both in turns; the first worker writes the results."""
-    (name,) = options.models
-    comms, running = connect_each(VARIANTS), {}
-    for variant, comm in comms.items():
-        run_dir = Path(options.work).with_name(variant)
-        run_dir.mkdir(exist_ok=True)
-        certifies = variant == "with"
-        settings = {"guard": "off", "certificate": certifies, "run_dir": str(run_dir), "hang_timeout_s": 0.0}
-        is_whole = options.kind == "whole"
-        running[variant] = (
-            train(name, comm, **settings) if is_whole else train_split(options.kind, name, comm, **settings)
-        )
-    leave(options, comms["with"], {"blocks": take_turns(options, running, comms, WARM_UP_STEPS)})
+def train_one(options: argparse.Namespace, variant: str, name: str, comm: Communicator) -> Iterator[None]:
+    """Train one of both forever, one step for each item."""
+    run_dir = Path(options.work).with_name(variant)
+    run_dir.mkdir(exist_ok=True)
+    certifies = variant == "with"
+    settings = {"guard": "off", "certificate": certifies, "run_dir": str(run_dir), "hang_timeout_s": 0.0}
+    if options.kind == "whole":
+        return train(name, comm, **settings)
+    return train_split(options.kind, name, comm, **settings)
 
 
 def train_split(kind: str, name: str, comm: Communicator, **settings: Any) -> Iterator[None]:

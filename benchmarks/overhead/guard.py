@@ -10,20 +10,18 @@ stop     64 KiB of the weights and 64 KiB of the optimizer's state are hashed in
 heal     a 64th of both is hashed and checked, and of the gradients; all is copied in memory once a rotation
 =======  ==============================================================================================================
 
-All train in the same processes and take turns, block by block, in a different order each time. Blocks are longer than a
-rotation, so that each block of ``heal`` includes a copy of the whole state, and a block is represented by its mean
-step. The ratio is taken within a round; the interval is that of the median of these ratios.
+All train in the same processes and take turns, block by block, in a different order each time (``turns.py``). Blocks are
+longer than a rotation, so that each block of ``heal`` includes a copy of the whole state.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from overhead.turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns, train
+from overhead.turns import make_parser, run_jobs, show_turns, train, train_in_turns
 
 VARIANTS = ("off", "stop", "heal")
 WARM_UP_STEPS = 70
@@ -34,17 +32,9 @@ def main() -> None:
     """Start the jobs, print their tables."""
     options = make_parser(__doc__, steps=70).parse_args()
     if options.work:
-        work(options)
+        train_in_turns(options, lambda guard, name, comm: train(name, comm, guard=guard), VARIANTS, WARM_UP_STEPS)
     for model, workers, found in run_jobs(options):
         show_turns(model, workers, found["blocks"], dict.fromkeys(VARIANTS, "off"))
-
-
-def work(options: argparse.Namespace) -> None:
-    """Train all variants in turns; the first worker writes the results."""
-    (name,) = options.models
-    comms = connect_each(VARIANTS)
-    running = {variant: train(name, comm, guard=variant) for variant, comm in comms.items()}
-    leave(options, comms["off"], {"blocks": take_turns(options, running, comms, WARM_UP_STEPS)})
 
 
 if __name__ == "__main__":

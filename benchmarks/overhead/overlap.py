@@ -10,8 +10,7 @@ eager      bucket by bucket, each after its all-reduce, overlapped with the next
 no copy    as ``eager``, without the undo copy: nothing could be rolled back
 =========  ============================================================================================================
 
-All train in the same processes and take turns, block by block, in a different order each time; a block is represented
-by its mean step. The ratio is taken within a round; the interval is that of the median of these ratios. The guard is
+All train in the same processes and take turns, block by block, in a different order each time (``turns.py``). The guard is
 off, so that no variant waits for its last update before the commit vote; ``--guard stop`` measures the default.
 ``--bucket-mib`` sets the size of buckets: the more there are, the more of the updates overlaps with all-reduces.
 
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import spread
-from models import JOBS, loss_of, make_model, make_optimizer
-from overhead.turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
+from common import spread, timed
+from models import make_model, make_optimizer
+from overhead.turns import by_slices, make_parser, run_jobs, show_turns, steps_of, train_in_turns
 
 import holdfast
 from holdfast.base.clock import SystemClock
@@ -78,33 +76,27 @@ class Training:
     """
 
     def __init__(self, variant: str, name: str, comm: Communicator, options: argparse.Namespace) -> None:
-        self.comm = comm
-        self._job = JOBS[name]
-        self._model = make_model(name)
+        model = make_model(name)
+        self._compute = by_slices(model)
         self._session = holdfast.Session(
-            self._model,
-            make_optimizer(name, self._model),
+            model,
+            make_optimizer(name, model),
             comm=comm,
             guard=options.guard,
             overlap_optimizer=variant != "lazy",
             bucket_bytes=bucket_bytes(options.bucket_mib),
         )
         self._copies = variant != "no copy"
-        self.steps = self._train()
+        self.steps = steps_of(self._session, name, comm, self._step)
 
-    def _train(self) -> Iterator[None]:
-        samples = self._job.samples * len(self.comm.members)
-        dataset = self._job.data(samples * 4, None)
-        for step in self._session.steps(dataset, samples, epochs=1_000_000, shuffle=False):
-            if not self._copies and self.overlapped is not None:
-                for copy in self.overlapped._copies:
-                    copy.take = copy.forget  # type: ignore[method-assign]
-            for x, y in step:
-                step.backward(loss_of(self._model, x, y))
-            yield
+    def _step(self, step: holdfast.Step) -> None:
+        if not self._copies and self.overlapped is not None:
+            for copy in self.overlapped._copies:
+                copy.take = copy.forget  # type: ignore[method-assign]
+        self._compute(step)
 
     @property
-    def eager(self) -> OverlappedOptimizer | None:
+    def overlapped(self) -> OverlappedOptimizer | None:
         """The overlapped optimizer, if any."""
         replica: Any = self._session._trainable
         found: OverlappedOptimizer | None = replica.overlapped
@@ -118,18 +110,20 @@ def bucket_bytes(mib: float) -> int:
 
 def work(options: argparse.Namespace) -> None:
     """Train all variants in turns; the first worker writes the results."""
-    (name,) = options.models
-    comms = connect_each(VARIANTS)
-    trainings = {variant: Training(variant, name, comm, options) for variant, comm in comms.items()}
-    running = {variant: training.steps for variant, training in trainings.items()}
-    blocks = take_turns(options, running, comms, WARM_UP_STEPS)
-    eager = trainings["eager"].overlapped
-    assert eager is not None
-    spent = eager.spent
-    per_step = {
-        name: getattr(spent, name) / (spent.steps or 1) for name in ("copy_s", "update_s", "waited_s", "buckets")
-    }
-    leave(options, comms["eager"], {"blocks": blocks, "per_step": per_step, "copy_bytes": eager.size_bytes})
+    trainings: dict[str, Training] = {}
+
+    def start(variant: str, name: str, comm: Communicator) -> Iterator[None]:
+        trainings[variant] = Training(variant, name, comm, options)
+        return trainings[variant].steps
+
+    def more() -> dict[str, Any]:
+        eager = trainings["eager"].overlapped
+        assert eager is not None
+        spent, names = eager.spent, ("copy_s", "update_s", "waited_s", "buckets")
+        per_step = {name: getattr(spent, name) / (spent.steps or 1) for name in names}
+        return {"per_step": per_step, "copy_bytes": eager.size_bytes}
+
+    train_in_turns(options, start, VARIANTS, WARM_UP_STEPS, more=more)
 
 
 # -- rollback
@@ -149,9 +143,7 @@ def time_undo(name: str, mib: float, repetitions: int) -> list[float]:
         if number == 0:  # from here on the optimizer has state
             eager.keep()
             continue
-        begun = time.perf_counter()
-        eager.undo()
-        times.append(time.perf_counter() - begun)
+        times.append(timed(eager.undo))
     return times
 
 

@@ -11,14 +11,13 @@ unprotected  the same session and the same all-reduces; no commit vote, no diges
 any order    protected, but every worker adds its own term first, so that bits depend on the worker
 ===========  ==========================================================================================================
 
-All three train in the same processes and take turns, block by block, in a different order each time. The ratio of each
-block's median step is taken within its round; the interval is that of the median of these ratios. The second table
-counts the data sent in a step when all-reduces use messages, since only these can be counted.
+All three train in the same processes and take turns, block by block, in a different order each time (``turns.py``); a block
+is represented by its median step. The second table counts the data sent in a step when all-reduces use messages, since
+only these can be counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from common import table
 from models import JOBS, loss_of, make_model, make_optimizer
-from overhead.turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
+from overhead.turns import make_parser, run_jobs, show_turns, train_in_turns
 
 import holdfast
 from holdfast.comm import Communicator, connect
@@ -51,7 +50,8 @@ def main() -> None:
     """Start the jobs, print their tables."""
     options = make_parser(__doc__, steps=10, workers=(2, 4), models=("cnn", "mlp")).parse_args()
     if options.work:
-        work(options)
+        counts = lambda: {"counts": {one: count(one, options.models[0]) for one in COUNTED}}  # noqa: E731
+        train_in_turns(options, train, tuple(VARIANTS), WARM_UP_STEPS, statistics.median, counts)
     for model, workers, found in run_jobs(options):
         show_turns(model, workers, found["blocks"], VARIANTS)
         show_sent(found["counts"])
@@ -110,15 +110,6 @@ def _take_closing_sum_away(steps: Any) -> None:
     run = steps.gi_frame.f_locals.get("run") if steps.gi_frame is not None else None
     if run is not None:
         run.__class__ = Unprotected
-
-
-def work(options: argparse.Namespace) -> None:
-    """Train all variants in turns; the first worker writes the results."""
-    (name,) = options.models
-    comms = connect_each(tuple(VARIANTS))
-    running = {variant: train(variant, name, comm) for variant, comm in comms.items()}
-    blocks = take_turns(options, running, comms, WARM_UP_STEPS, statistics.median)
-    leave(options, comms["protected"], {"blocks": blocks, "counts": {one: count(one, name) for one in COUNTED}})
 
 
 def count(variant: str, name: str) -> dict[str, Any]:

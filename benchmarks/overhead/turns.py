@@ -1,8 +1,8 @@
 """Shared by benchmarks that train variants of one job in the same processes and in turns, block by block.
 
 Such a benchmark restarts itself under mpirun, with ``--work FILE``. There each worker trains all variants, and the
-first worker writes the step times of each block to the file. Ratios are taken within a round, so that drift of the
-machine affects all variants.
+first worker writes the step times of each block to the file. A block is represented by its mean step. Ratios are taken
+within a round, so that drift of the machine affects all variants; the interval is that of the median of these ratios.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -22,12 +21,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from common import ROOT, command_line, ratio, spread, table, write_json
+from common import ROOT, cells, command_line, environment, interval, ratio, table, take_turns, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 from torch import nn
 
 import holdfast
 from holdfast.comm import Communicator, connect
+from holdfast.comm.fabrics.ulfm import mpirun_command
 
 Blocks = dict[str, list[float]]
 """For each variant, the step time in each block, in seconds."""
@@ -40,10 +40,7 @@ def make_parser(
     doc: str | None, *, steps: int, workers: Sequence[int] = (2,), models: Sequence[str] = ("mlp",)
 ) -> argparse.ArgumentParser:
     """Return a parser of the common options, with these defaults."""
-    parser = command_line(doc, blocks=30)
-    parser.add_argument("--workers", type=int, nargs="+", default=list(workers))
-    parser.add_argument("--models", nargs="+", choices=sorted(JOBS), default=list(models))
-    parser.add_argument("--steps", type=int, default=steps)
+    parser = command_line(doc, blocks=30, workers=list(workers), models=(list(models), None, sorted(JOBS)), steps=steps)
     parser.add_argument("--work", metavar="FILE", help=argparse.SUPPRESS)
     return parser
 
@@ -69,24 +66,16 @@ def _run_job(options: argparse.Namespace, model: str, workers: int, words: Seque
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         command = [
-            str(Path(sys.executable).with_name("mpirun")), "--with-ft", "ulfm", "--oversubscribe",
-            "--mca", "coll", "^han", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "-n", str(workers),
-            sys.executable, str(Path(sys.argv[0]).resolve()), "--models", model, "--blocks", str(options.blocks),
+            *mpirun_command(workers), sys.executable, str(Path(sys.argv[0]).resolve()), "--models", model, "--blocks", str(options.blocks),
             "--steps", str(options.steps), *words, "--work", str(out),
         ]  # fmt: skip
         limit_s = START_S + ROUND_STEP_S * options.blocks * (options.steps + 1)
-        subprocess.run(command, check=True, timeout=limit_s, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        subprocess.run(command, check=True, timeout=limit_s, cwd=ROOT, env=environment())
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
 
 # -- in each worker
-
-
-def connect_each(variants: Sequence[str]) -> dict[str, Communicator]:
-    """Return a communicator for each variant."""
-    torch.set_num_threads(1)
-    return {variant: connect("ulfm") for variant in variants}
 
 
 def train(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
@@ -122,28 +111,36 @@ def by_slices(model: nn.Module) -> Callable[[holdfast.Step], None]:
     return compute
 
 
-def take_turns(
-    options: argparse.Namespace, running: Mapping[str, Iterator[None]], comms: Mapping[str, Communicator],
-    warm_up_steps: int, typical: Callable[[Sequence[float]], float] = statistics.fmean,
-) -> Blocks:  # fmt: skip
-    """Return step times, with the variants in a different order in each round.
+def train_in_turns(
+    options: argparse.Namespace,
+    start: Callable[[str, str, Communicator], Iterator[None]],
+    variants: Sequence[str],
+    warm_up_steps: int,
+    typical: Callable[[Sequence[float]], float] = statistics.fmean,
+    more: Callable[[], Mapping[str, Any]] = dict,
+) -> NoReturn:
+    """Be a worker: train the variants, in a different order in each round; the first worker writes the results.
 
     Args:
         options: Number of blocks, and of steps in each.
-        running: The variants, each training.
-        comms: Their communicators.
+        start: Called with a variant, the job and a communicator: trains forever, one step for each item.
+        variants: The variants.
         warm_up_steps: Steps of each variant before the first block.
         typical: Reduces the step times of a block to one value.
+        more: Returns further results; called after the last block.
     """
+    torch.set_num_threads(1)
+    (name,) = options.models
+    comms = {variant: connect("ulfm") for variant in variants}
+    running = {variant: start(variant, name, comm) for variant, comm in comms.items()}
     for steps in running.values():
         for _ in range(warm_up_steps):
             next(steps)
-    rng, blocks = random.Random(0), {variant: [] for variant in running}
-    for _ in range(options.blocks):
-        for variant in rng.sample(list(running), len(running)):
-            times = _time_block(running[variant], options.steps, comms[variant])
-            blocks[variant].append(typical(times))
-    return blocks
+    block = {
+        variant: lambda steps=steps, comm=comms[variant]: typical(_time_block(steps, options.steps, comm))
+        for variant, steps in running.items()
+    }
+    _leave(options, comms[variants[0]], {"blocks": take_turns(block, options.blocks, warm_up=0)} | dict(more()))
 
 
 def _time_block(steps: Iterator[None], number: int, comm: Communicator) -> list[float]:
@@ -157,8 +154,8 @@ def _time_block(steps: Iterator[None], number: int, comm: Communicator) -> list[
     return [after - before for before, after in itertools.pairwise(at)]
 
 
-def leave(options: argparse.Namespace, comm: Communicator, found: Mapping[str, Any]) -> NoReturn:
-    """Let the first worker write its results, and exit: training here has no end."""
+def _leave(options: argparse.Namespace, comm: Communicator, found: Mapping[str, Any]) -> NoReturn:
+    """Let the first worker write the results, and exit: training here has no end."""
     if comm.local_ranks[0] == 0:
         Path(options.work).write_text(json.dumps(found))
     comm.barrier()
@@ -181,10 +178,8 @@ def show_turns(model: str, workers: int, blocks: Blocks, against: Mapping[str, s
     """
     rows = []
     for variant, times in blocks.items():
-        around = spread([1e3 * t for t in times])
         quotients = [a / b for a, b in zip(times, blocks[against[variant]], strict=True)]
-        paired = ratio(quotients, [1.0] * len(quotients))
-        interval = f"{paired['ratio']:.3f} ({paired['low']:.3f}-{paired['high']:.3f})"
-        rows.append([variant, *(f"{around[key]:.2f}" for key in ("p50", "p10", "p90")), against[variant], interval])
+        to = interval(ratio(quotients, [1.0] * len(quotients), paired=True), 3)
+        rows.append([variant, *cells(times, scale=1e3), against[variant], to])
     title = f"\n{model}, {workers} workers on {os.cpu_count()} cores, {what}blocks of steps; ms"
     print(table(title, ["variant", "step p50", "p10", "p90", "against", "ratio"], rows))
