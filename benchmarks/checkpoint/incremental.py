@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint/incremental.py [--bytes 3e8] [--layers 21] [--rounds 8] [--dir DIR] [--json FILE]
 
-The state is that of ``checkpoint.py``: a transformer with Adam. Between checkpoints one of these changes:
+The state is that of ``save_load.py``: a transformer with Adam. Between checkpoints one of these changes:
 
 ==========  =====================================================================================================
 case        what changes between two checkpoints
@@ -27,7 +27,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import command_line, ratio, spread, table, write_json
+from common import cells, command_line, table, timed, times, write_json
 from peers.stores import Dcp, Safetensors, State, make_state, sync_all
 
 from holdfast.checkpoint import CheckpointStore, take
@@ -129,10 +128,7 @@ def measure(case: str, options: argparse.Namespace, folder: Path) -> dict[str, d
             root.mkdir(exist_ok=True)
             before = inodes(root)
             os.sync()
-            start_s = time.perf_counter()
-            stores[name](step, state)
-            sync_all(root / f"step-{step:08d}")
-            taken_s = time.perf_counter() - start_s
+            taken_s = timed(lambda: (stores[name](step, state), sync_all(root / f"step-{step:08d}")))  # noqa: B023
             if step > WARM_UP:
                 found[name]["s"].append(taken_s)
                 found[name]["bytes"].append(sum(size for node, size in inodes(root).items() if node not in before))
@@ -145,25 +141,18 @@ def show(title: str, found: dict[str, dict[str, list[float]]]) -> str:
     base = found["holdfast, full"]
     rows = []
     for name, numbers in found.items():
-        there, to = spread(numbers["s"]), ratio(numbers["s"], base["s"], paired=True)
         written, whole = statistics.mean(numbers["bytes"]), statistics.mean(base["bytes"])
-        rows.append(
-            [
-                name,
-                f"{written / 1e6:.1f}",
-                f"{100 * written / whole:.1f} %",
-                f"{there['p50']:.3f}",
-                f"{to['ratio']:.2f} ({to['low']:.2f}-{to['high']:.2f})",
-            ]
-        )
+        share = [f"{written / 1e6:.1f}", f"{100 * written / whole:.1f} %"]
+        rows.append([name, *share, *cells(numbers["s"], 3, keys=["p50"]), times(numbers["s"], base["s"])])
     return table(title, ["store", "written, MB", "of a full one", "p50, s", "to a full one"], rows)
 
 
 def main() -> None:
     """Measure all cases and print their tables."""
-    parser = command_line(__doc__, bytes=(3e8, "size of the state"), layers=21, rounds=8)
-    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
-    options = parser.parse_args()
+    options = command_line(
+        __doc__, bytes=(3e8, "size of the state"), layers=21, rounds=8,
+        dir=(None, "folder on the disk to measure; default: a temporary directory"),
+    ).parse_args()  # fmt: skip
     results: dict[str, Any] = {}
     for case in ("fine-tuned", "embedding", "everything"):
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:

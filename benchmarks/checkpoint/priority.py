@@ -24,7 +24,6 @@ The defaults take a minute.
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import command_line, ratio, spread, table, write_json
+from common import cells, command_line, interval, ratio, table, take_turns, timed, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
 from holdfast.checkpoint.priority import PriorityPolicy, RunningCheckpoint
@@ -60,12 +59,12 @@ class Timed(RunningCheckpoint):
     write_s = 0.0
 
     def _encode(self, *arguments: Any) -> Any:
-        taken_s, result = timed(lambda: super(Timed, self)._encode(*arguments))
+        taken_s, result = with_time(lambda: super(Timed, self)._encode(*arguments))
         self.write_s += taken_s
         return result
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+def with_time(run: Callable[[], Any]) -> tuple[float, Any]:
     """Return the seconds taken, and the result."""
     start_s = time.perf_counter()
     result = run()
@@ -109,26 +108,22 @@ def measure(repetitions: int) -> dict[str, dict[str, list[float]]]:
     """Return how long each part took in each repetition, in milliseconds, by variant."""
     training = Training()
     running = {name: Timed([training.rows], saving) for name, saving in WAYS.items()}
-    times: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in WAYS}
-    for number in range(-1, repetitions):  # the first is a warm-up
-        for name in random.Random(number).sample(sorted(WAYS), len(WAYS)):
-            for part, taken_s in one(training, running[name]).items():
-                if number >= 0:
-                    times[name][part].append(1e3 * taken_s)
-    return times
+    ways = {name: lambda name=name: one(training, running[name]) for name in WAYS}
+    turns = take_turns(ways, repetitions)
+    return {name: {part: [1e3 * each[part] for each in found] for part in PARTS} for name, found in turns.items()}
 
 
 def one(training: Training, running: Timed) -> dict[str, float]:
     """Save once; return how long each part took, in seconds."""
     rows = training.rows
-    step_s, _ = timed(training.train)
+    step_s = timed(training.train)
     running.write_s = 0.0
-    take_s, saved = timed(lambda: running.take([rows], training.step))
-    put_s, _ = timed(lambda: running.put(saved))
+    take_s, saved = with_time(lambda: running.take([rows], training.step))
+    put_s = timed(lambda: running.put(saved))
     training.train()
-    copy_s, _ = timed(lambda: rows.index_select(0, saved.blocks))
+    copy_s = timed(lambda: rows.index_select(0, saved.blocks))
     training.train()
-    together_s, _ = timed(lambda: rows[: len(saved.blocks)].clone())
+    together_s = timed(lambda: rows[: len(saved.blocks)].clone())
     write_s = running.write_s
     return dict(zip(PARTS, (step_s, take_s - write_s, write_s, copy_s, together_s, put_s), strict=True))
 
@@ -137,9 +132,9 @@ def show(times: dict[str, dict[str, list[float]]]) -> str:
     """Return the tables."""
     parts, ratios = [], []
     for name, found in times.items():
-        cells = (spread(found[part]) for part in PARTS)
-        parts.append([name, *(f"{cell['p50']:.2f} ({cell['p10']:.2f}-{cell['p90']:.2f})" for cell in cells)])
-        ratios.append([name, *(f"{to['ratio']:.3f} ({to['low']:.3f}-{to['high']:.3f})" for to in compare(name, found))])
+        around = (cells(found[part]) for part in PARTS)
+        parts.append([name, *(f"{p50} ({p10}-{p90})" for p50, p10, p90 in around)])
+        ratios.append([name, *(interval(to, 3) for to in compare(name, found))])
     head = ["write / copy", "held / copy", "held / together", "selection / step", "selection per step / step"]
     return "\n\n".join(
         [
@@ -165,8 +160,7 @@ def compare(name: str, found: dict[str, list[float]]) -> list[dict[str, float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = command_line(__doc__, repetitions=30)
-    options = parser.parse_args()
+    options = command_line(__doc__, repetitions=30).parse_args()
     torch.set_num_threads(1)
     times = measure(options.repetitions)
     print(show(times), flush=True)

@@ -23,13 +23,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import random
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +37,7 @@ import numpy as np
 import torch
 import xxhash
 from checkpoint.page_cache import evict
-from common import command_line, ratio, spread, table, write_json
+from common import cells, command_line, table, take_turns, timed, times, write_json
 from peers.stores import Holdfast, Safetensors, State, make_state
 
 from holdfast.checkpoint import values
@@ -155,23 +152,19 @@ class Ways:
         return right
 
 
-def take_turns(ways: Ways, rounds: int, *, cold: bool) -> dict[str, list[float]]:
+def measure(ways: Ways, rounds: int, *, cold: bool) -> dict[str, list[float]]:
     """Return the seconds of each way in each round, after a warm-up round."""
-    found: dict[str, list[float]] = {name: [] for name in ways.all()}
-    order, rng = [*ways.all().items()], random.Random(0)
-    for number in range(rounds + 1):
-        rng.shuffle(order)
-        for name, (folder, load) in order:
-            if cold:
-                evict(ways.folders[folder])
-            start_s = time.perf_counter()
-            load()
-            taken_s = time.perf_counter() - start_s
-            if not ways.is_right():
-                raise SystemExit(f"{name} loaded other values than were saved")
-            if number or cold:
-                found[name].append(taken_s)
-    return found
+
+    def one(name: str, folder: str, load: Callable[[], None]) -> float:
+        if cold:
+            evict(ways.folders[folder])
+        taken_s = timed(load)
+        if not ways.is_right():
+            raise SystemExit(f"{name} loaded other values than were saved")
+        return taken_s
+
+    turns = {name: lambda name=name, way=way: one(name, *way) for name, way in ways.all().items()}
+    return take_turns(turns, rounds, warm_up=0 if cold else 1)
 
 
 def show(title: str, found: Mapping[str, list[float]]) -> str:
@@ -179,33 +172,25 @@ def show(title: str, found: Mapping[str, list[float]]) -> str:
     base = next(iter(found.values()))
     rows = []
     for name, taken in found.items():
-        there, to = spread(taken), ratio(taken, base, paired=True)
-        low_high = f"{there['p10']:.3f}-{there['p90']:.3f}"
-        rows.append([name, f"{there['p50']:.3f}", low_high, f"{to['ratio']:.2f} ({to['low']:.2f}-{to['high']:.2f})"])
+        p50, p10, p90 = cells(taken, 3)
+        rows.append([name, p50, f"{p10}-{p90}", times(taken, base)])
     return table(title, ["way", "p50, s", "p10-p90", "to safetensors"], rows)
-
-
-@contextmanager
-def threads(count: int) -> Any:
-    """Let torch use this many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
 
 
 def main() -> None:
     """Measure and print both tables."""
-    parser = command_line(__doc__, bytes=(1e9, "size of the state"), layers=21, rounds=9, cold_rounds=3)
-    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
-    options = parser.parse_args()
+    options = command_line(
+        __doc__, bytes=(1e9, "size of the state"), layers=21, rounds=9, cold_rounds=3,
+        dir=(None, "folder on the disk to measure; default: a temporary directory"),
+    ).parse_args()  # fmt: skip
+    torch.set_num_threads(os.cpu_count() or 1)
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder, threads(os.cpu_count() or 1):
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         ways = Ways(make_state(options.bytes, options.layers), Path(folder))
-        results["warm"] = take_turns(ways, options.rounds, cold=False)
+        results["warm"] = measure(ways, options.rounds, cold=False)
         print(show("Load, files in the page cache", results["warm"]), end="\n\n", flush=True)
         if options.cold_rounds:
-            results["cold"] = take_turns(ways, options.cold_rounds, cold=True)
+            results["cold"] = measure(ways, options.cold_rounds, cold=True)
             print(show("Load, files not in the page cache", results["cold"]))
     write_json(options.json, bytes=options.bytes, rounds=options.rounds, results=results)
 

@@ -32,6 +32,7 @@ installed (``make bench-peers``) are skipped. The defaults take ten minutes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -51,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from checkpoint.page_cache import evict
 from checkpoint.ranks import RANK_STORES, measure_ranks
-from common import PEERS_PYTHON, command_line, ratio, spread, table, write_json
+from common import PEERS_PYTHON, cells, command_line, table, take_turns, times, write_json
 from peers.store_worker import Bench, Elsewhere, Numbers
 from peers.stores import PEERS, STORES, State, make_state
 
@@ -143,24 +144,22 @@ def dd(source: Path, folder: Path) -> Numbers:
     return {"held_s": taken_s, "durable_s": taken_s}
 
 
-def take_turns(
-    ways: Mapping[str, Way], folder: Path, rounds: int, seed: int = 0, before: Callable[[str], None] = lambda name: None
+def measure_ways(
+    ways: Mapping[str, Way], folder: Path, rounds: int, before: Callable[[str], None] = lambda name: None
 ) -> Found:
     """Run every store once a round, after a warm-up round; ``before`` is called with the store, untimed."""
-    order, rng = [*ways], random.Random(seed)
-    found: Found = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        rng.shuffle(order)
-        for name in order:
-            place = folder / f"{name} {number}"
-            before(name)
-            numbers = ways[name](place)
-            if place.exists():
-                shutil.rmtree(place)
-                os.sync()  # otherwise the next store waits for writes of this one
-            if number:
-                found[name].append(numbers)
-    return found
+    number = itertools.count()
+
+    def one(name: str) -> Numbers:
+        place = folder / f"{name} {next(number)}"
+        before(name)
+        numbers = ways[name](place)
+        if place.exists():
+            shutil.rmtree(place)
+            os.sync()  # otherwise the next store waits for writes of this one
+        return numbers
+
+    return take_turns({name: lambda name=name: one(name) for name in ways}, rounds)
 
 
 def show(title: str, found: Found, size_bytes: int, base: str, more: Sequence[str] = ()) -> str:
@@ -171,17 +170,11 @@ def show(title: str, found: Found, size_bytes: int, base: str, more: Sequence[st
     rows = []
     for name, numbers in found.items():
         values = [each["held_s"] for each in numbers]
-        there, to = spread(values), ratio(values, [each["held_s"] for each in found[base]], paired=True)
-        rows.append(
-            [
-                name,
-                f"{there['p50']:.3f}",
-                f"{there['p10']:.3f}-{there['p90']:.3f}",
-                f"{1e-9 * size_bytes / there['p50']:.2f}",
-                f"{to['ratio']:.2f} ({to['low']:.2f}-{to['high']:.2f})",
-                *(f"{statistics.median(each.get(key, 0.0) for each in numbers):.3f}" for key in more),
-            ]
-        )
+        p50, p10, p90 = cells(values, 3)
+        rate = f"{1e-9 * size_bytes / statistics.median(values):.2f}"
+        to = times(values, [each["held_s"] for each in found[base]])
+        columns_of = (f"{statistics.median(each.get(key, 0.0) for each in numbers):.3f}" for key in more)
+        rows.append([name, p50, f"{p10}-{p90}", rate, to, *columns_of])
     return table(title, head, rows)
 
 
@@ -224,15 +217,8 @@ def flip_bits(store: str, python: str, flips: int, folder: Path, seed: int) -> d
             kind = ("values", "rest")[number % 2] if ranges["values"] else "rest"
             file, offset = draw(ranges[kind], rng)
             try:
-                outcome = worker.ask(
-                    "flip",
-                    FLIP_LIMIT_S,
-                    store=store,
-                    folder=str(folder),
-                    file=file,
-                    offset=offset,
-                    bit=rng.randrange(8),
-                )
+                place = {"store": store, "folder": str(folder), "file": file, "offset": offset, "bit": rng.randrange(8)}
+                outcome = worker.ask("flip", FLIP_LIMIT_S, **place)
             except (EOFError, TimeoutError) as error:
                 outcome = "died" if isinstance(error, EOFError) else "hung"
                 worker.__exit__()
@@ -319,10 +305,10 @@ def parse() -> argparse.Namespace:
         ranks=(8, "processes that save and load at once"),
         flips=(10_000, "flips for each format of Holdfast"),
         peer_flips=(400, "flips for each peer"),
+        parts=([*PARTS], None, PARTS),
+        ways=([*STORES], None, [*STORES]),
+        dir=(None, "folder on the disk to measure; default: a temporary directory"),
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--ways", nargs="+", choices=[*STORES], default=[*STORES])
-    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: a temporary directory")
     return parser.parse_args()
 
 
@@ -334,22 +320,24 @@ def measure(options: argparse.Namespace, folder: Path, peers: Elsewhere | None) 
     results: dict[str, Any] = {}
     if "save" in options.parts:
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as source:
-            results["save"] = found = take_turns(ways.save(Path(source.name)), folder, options.rounds)
+            results["save"] = found = measure_ways(ways.save(Path(source.name)), folder, options.rounds)
         print(show(f"Save, synced: {what}", found, ways.size_bytes, "dd"), end="\n\n", flush=True)
     if "async" in options.parts:
-        results["async"] = found = take_turns(ways.begin(), folder, options.rounds)
+        results["async"] = found = measure_ways(ways.begin(), folder, options.rounds)
         title = f"Asynchronous save, time that the loop is blocked: {what}"
         print(show(title, found, ways.size_bytes, "copy", ["durable_s"]), end="\n\n", flush=True)
     if "train" in options.parts:
-        results["train"] = found = take_turns(ways.train(), folder, options.rounds)
+        results["train"] = found = measure_ways(ways.train(), folder, options.rounds)
         print(show_train(f"A loop while a checkpoint is written: {what}", found), end="\n\n", flush=True)
     if "load" in options.parts:
-        results["load"] = found = take_turns(ways.load(), folder, options.rounds)
+        results["load"] = found = measure_ways(ways.load(), folder, options.rounds)
         title = f"Load, files in the page cache: {what}"
         print(show(title, found, ways.size_bytes, "safetensors"), end="\n\n", flush=True)
     if "cold" in options.parts:
         loads = ways.load()
-        results["cold"] = found = take_turns(loads, folder, options.rounds, before=lambda name: evict(ways.saved(name)))
+        results["cold"] = found = measure_ways(
+            loads, folder, options.rounds, before=lambda name: evict(ways.saved(name))
+        )
         print(show(f"Load, cold: {what}", found, ways.size_bytes, "safetensors"), flush=True)
     return results
 
