@@ -197,10 +197,10 @@ def take_turns(
     return found
 
 
-def turned(names: Sequence[str], number: int) -> list[str]:
-    """Return the names in the order of a round: each begins with the next one."""
-    shift = number % max(1, len(names))
-    return [*names[shift:], *names[:shift]]
+def turned(systems: Sequence[Any], number: int) -> list[Any]:
+    """Return the systems in the order of a round: each round begins with the next one."""
+    shift = number % max(1, len(systems))
+    return [*systems[shift:], *systems[:shift]]
 
 
 def timed(act: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -218,8 +218,8 @@ def processor_s() -> float:
 
 def free_port() -> int:
     """Return a free port."""
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
+    with socket.socket() as probe:
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

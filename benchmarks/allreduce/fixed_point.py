@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 from allreduce.sixteen_bits import digits, make_model
-from common import command_line, spread, table, write_json
+from common import cells, command_line, spread, table, take_turns, timed, write_json
 
 from holdfast.comm.allreduce.adding import TiledSum
 from holdfast.comm.allreduce.checksums import TILE, ChecksummedVector
@@ -149,19 +149,14 @@ def study_growth(every: Sequence[Terms]) -> dict[str, float]:
     return spread([math.log2(after / before) for before, after in itertools.pairwise(largest)])
 
 
-def study_time(numbers: int, slices: int, rounds: int) -> dict[str, dict[str, float]]:
+def study_time(numbers: int, slices: int, rounds: int) -> dict[str, list[float]]:
     """Return the processor time of a sum, ms, by kind."""
     terms = [torch.randn(numbers, generator=torch.Generator().manual_seed(n)) for n in range(slices)]
     shift = exponent(8.0, slices)
     kinds = {"fold": ordered("fold"), "tree": ordered("tree"), "fixed point": lambda terms: fixed(terms, shift)}
     kinds |= {name: ordered(name) for name in ("fold-bf16", f"tree-bf16-{slices}")}
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(rounds):
-        for name, add in kinds.items():
-            begun_s = time.process_time()
-            add(terms)
-            times[name].append(1e3 * (time.process_time() - begun_s))
-    return {name: spread(values) for name, values in times.items()}
+    sums = {name: lambda add=add: 1e3 * timed(lambda: add(terms), time.process_time) for name, add in kinds.items()}
+    return take_turns(sums, rounds, warm_up=0)
 
 
 def sent_bytes(kind: str, slices_each: int) -> float:
@@ -181,10 +176,9 @@ def sent_bytes(kind: str, slices_each: int) -> float:
 
 def main() -> None:
     """Measure and print everything."""
-    parser = command_line(
+    options = command_line(
         __doc__, numbers=8_500_000, slices=8, steps=60, tries=(20, "random groupings of each step"), rounds=7
-    )
-    options = parser.parse_args()
+    ).parse_args()
     torch.set_num_threads(1)
     every = list(gradients(options.slices, options.steps))
     errors, growth = study_errors(every, options.tries), study_growth(every)
@@ -192,20 +186,15 @@ def main() -> None:
     rows = [[name, f"{its['distinct']}", f"{its['error']:.1e}", f"{its['worst']:.1e}"] for name, its in errors.items()]
     title = f"sums of {options.slices} slices, {options.steps} steps, {options.tries} groupings of each"
     print(table(title, ["sum", "distinct results", "relative error", "worst of a number"], rows), "\n")
-    cells = [f"{growth[key]:+.2f}" for key in ("p50", "p99", "max")]
-    print(table("growth of the largest gradient from step to step, bits", ["p50", "p99", "max"], [cells]), "\n")
-    rows = [
-        [
-            name,
-            f"{its['p50']:.1f}",
-            f"{its['p10']:.1f}-{its['p90']:.1f}",
-            *(f"{sent_bytes(name, k):g}" for k in (1, 2, 8)),
-        ]
-        for name, its in times.items()
-    ]
+    grown = [f"{growth[key]:+.2f}" for key in ("p50", "p99", "max")]
+    print(table("growth of the largest gradient from step to step, bits", ["p50", "p99", "max"], [grown]), "\n")
+    rows = []
+    for name, taken in times.items():
+        p50, p10, p90 = cells(taken, 1)
+        rows.append([name, p50, f"{p10}-{p90}", *(f"{sent_bytes(name, k):g}" for k in (1, 2, 8))])
     head = ["sum", "ms p50", "p10-p90", "bytes, 1 slice a worker", "2", "8"]
     print(table(f"{options.numbers:,} numbers, {options.slices} slices, processor time of one thread", head, rows))
-    write_json(options.json, errors=errors, growth=growth, times=times)
+    write_json(options.json, errors=errors, growth=growth, times={name: spread(taken) for name, taken in times.items()})
 
 
 if __name__ == "__main__":

@@ -75,8 +75,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     """Train, and print the differences."""
-    parser = command_line(__doc__, seeds=10, epochs=6, workers=4)
-    options = parser.parse_args()
+    options = command_line(__doc__, seeds=10, epochs=6, workers=4).parse_args()
     torch.set_num_threads(1)
     found: dict[str, list[dict[str, float]]] = {
         order: [train(order, seed, options) for seed in range(options.seeds)] for order in ORDERS

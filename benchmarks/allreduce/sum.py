@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import command_line, ratio, spread, table, write_json
+from common import cells, command_line, environment, table, times, turned, write_json
 
 WAYS = ("gloo", "openmpi", "messages", "shared", "memcpy")
 NUMBERS = (100_000, 1_000_000, 8_500_000, 25_000_000)
@@ -106,8 +106,7 @@ class Worker:
                 sys.exit(f"{name} gave a wrong all-reduce of {numbers} elements")
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(rounds):
-            shift = number % len(ways)
-            for name in [*ways][shift:] + [*ways][:shift]:
+            for name in turned([*ways], number):
                 times[name].append(self._time(ways[name], mine))
         return times
 
@@ -180,40 +179,35 @@ def run_job(options: argparse.Namespace, workers: int) -> list[dict[str, Any]]:
     asked = json.dumps({"ways": options.ways, "numbers": options.numbers, "rounds": options.rounds})
     done = subprocess.run(
         [*mpirun_command(workers), sys.executable, __file__, "work", asked],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-        check=False,
-    )
+        env=environment(GLOO_SOCKET_IFNAME="lo"), capture_output=True, text=True, timeout=JOB_S, check=False,
+    )  # fmt: skip
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if len(found) < len(options.numbers):
         sys.exit(f"the job of {workers} workers failed:\n{done.stderr[-2000:]}")
     return found
 
 
-def show(workers: int, numbers: int, times: dict[str, list[float]]) -> str:
+def show(workers: int, numbers: int, taken: dict[str, list[float]]) -> str:
     """Return a table of the results."""
     head = ["way", "p50", "p10", "p90", "to gloo", "GB/s", "of memcpy"]
     rows = []
-    for way, values in times.items():
-        found = spread(values)
-        cells = [way, *(f"{found[key]:.2f}" for key in ("p50", "p10", "p90")), "-", "", "-"]
-        if "gloo" in times:
-            to = ratio(values, times["gloo"], paired=True)
-            cells[4] = f"{to['ratio']:.3f} ({to['low']:.3f}-{to['high']:.3f})"
-        cells[5] = f"{4e-6 * numbers / found['p50']:.2f}"
-        if "memcpy" in times:
-            cells[6] = f"{statistics.median(times['memcpy']) / found['p50']:.0%}"
-        rows.append(cells)
+    for way, values in taken.items():
+        p50 = statistics.median(values)
+        to = times(values, taken["gloo"], 3) if "gloo" in taken else "-"
+        share = f"{statistics.median(taken['memcpy']) / p50:.0%}" if "memcpy" in taken else "-"
+        rows.append([way, *cells(values), to, f"{4e-6 * numbers / p50:.2f}", share])
     return table(f"{numbers:,} elements, {workers} workers on {os.cpu_count()} cores; ms", head, rows)
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = command_line(__doc__, workers=[2, 4], numbers=[*NUMBERS], rounds=(15, "number of blocks of each variant"))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    return parser.parse_args()
+    return command_line(
+        __doc__,
+        workers=[2, 4],
+        numbers=[*NUMBERS],
+        rounds=(15, "number of blocks of each variant"),
+        ways=([*WAYS], None, WAYS),
+    ).parse_args()
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import command_line, ratio, spread, table, write_json
+from common import cells, command_line, interval, ratio, table, write_json
 
 from holdfast_lab.studies.campaign import run_campaign
 from holdfast_lab.studies.campaign_plan import Campaign, Cell, StopRule, seed_of
@@ -191,9 +191,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rates = measure(options)
     times = ratio(rates["warm"], rates["new"], paired=True)
-    rows = [(name, *(f"{spread(found)[at]:,.0f}" for at in ("p50", "min", "max"))) for name, found in rates.items()]
+    rows = [(name, *cells(found, 0, keys=("p50", "min", "max"))) for name, found in rates.items()]
     print(table("Trials an hour", ("processes", "median", "least", "most"), rows))
-    print(f"\n{times['ratio']:.1f} times as many [{times['low']:.1f}, {times['high']:.1f}]")
+    print(f"\n{interval(times, 1)} times as many")
     write_json(options.json, settings=vars(options), trials_an_hour=rates, ratio=times)
 
 

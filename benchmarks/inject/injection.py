@@ -27,9 +27,9 @@ pages, which is half of Holdfast's time there.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
-import resource
 import struct
 import subprocess
 import sys
@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import h5py
 import numpy as np
-from common import command_line, ratio, spread, table, write_json
+from common import cells, command_line, interval, processor_s, ratio, spread, table, take_turns, timed, write_json
 from inject import injector_2022
 
 from holdfast.faults.alteration import Alteration, ValueChange, ValuePosition, apply, draw
@@ -177,30 +177,27 @@ def measure_files(args: argparse.Namespace, folder: str) -> tuple[Times, Times]:
         "holdfast": by_holdfast, "with a record": with_a_record, "injector": by_injector, "by value": by_value,
         "by tensor": by_tensor, "pwrite": bare, "command": by_command, "script": by_script,
     }  # fmt: skip
-    seconds: Times = {name: [] for name in ways}
-    cpu: Times = {name: [] for name in ways}
-    for turn in range(args.rounds + 1):
-        for name, way in ways.items():
-            start_s, start_cpu_s = time.perf_counter(), _processor_s()
-            way(path, args.flips, turn)
-            if turn:  # in the first turn the methods import their libraries
-                seconds[name].append(time.perf_counter() - start_s)
-                cpu[name].append(_processor_s() - start_cpu_s)
-            os.sync()
-    return seconds, cpu
+    seed = itertools.count()
 
+    def one(way: Callable[[Path, int, int], None]) -> tuple[float, float]:
+        before_s = processor_s()
+        taken_s = timed(lambda: way(path, args.flips, next(seed)))
+        used_s = processor_s() - before_s
+        os.sync()
+        return taken_s, used_s
 
-def _processor_s() -> float:
-    """Return the processor time of this process and of the children it waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    # In the first turn the methods import their libraries.
+    turns = take_turns({name: lambda way=way: one(way) for name, way in ways.items()}, args.rounds)
+    clock, processor = ({name: [pair[i] for pair in pairs] for name, pairs in turns.items()} for i in (0, 1))
+    return clock, processor
 
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = command_line(__doc__, bytes=1e9, tensors=60, flips=1000, rounds=5, values=1e8)
+    parser = command_line(
+        __doc__, bytes=1e9, tensors=60, flips=1000, rounds=5, values=1e8, dir=(None, "folder for the file")
+    )
     parser.add_argument("--live-flips", type=float, nargs="*", default=[1e6, 1e7])
-    parser.add_argument("--dir", help="folder for the file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         measured = dict(zip(("clock", "processor"), measure_files(args, folder), strict=True))
@@ -212,11 +209,10 @@ def main() -> None:
     }
     rows = []
     for name in measured["clock"]:
-        cells = [name, beside.get(name, "holdfast")]
+        row = [name, beside.get(name, "holdfast")]
         for kind, times in measured.items():
-            r = ratios[kind][name]
-            cells += [f"{1e3 * spread(times[name])['p50']:.1f}", f"{r['ratio']:.1f} ({r['low']:.1f}-{r['high']:.1f})"]
-        rows.append(cells)
+            row += [*cells(times[name], 1, scale=1e3, keys=["p50"]), interval(ratios[kind][name], 1)]
+        rows.append(row)
     title = f"{args.flips:,} flips in place, HDF5 of {args.bytes / 1e9:g} GB, {args.tensors} data sets"
     print(table(title, ("way", "beside", "ms", "times that", "ms of processor", "times that"), rows))
     memory = Memory(int(args.values))

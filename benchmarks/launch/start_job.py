@@ -11,12 +11,8 @@ gloo, ulfm          ``holdfast run`` over this fabric: torch is imported once, a
 ==================  =================================================================================================
 
 Each trains a small MLP for one step of 64 samples. ``job`` is from the start of the command to its end; ``first step`` is
-another order each time. Ratios are ratios of medians with 95 % intervals by bootstrap over rounds.
-import sys
-from pathlib import Path
 from the start of the command to when the first worker has the result of the step. In each round all take turns, in
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+another order each time. Ratios are ratios of medians with 95 % intervals by bootstrap over rounds.
 
 Each round also has a job over ``gloo`` with ``--respawn``, in which a worker is killed in the 20th step. ``replacement`` is
 from the SIGKILL to the first committed step that its replacement takes part in; the other workers train meanwhile.
@@ -25,18 +21,21 @@ from the SIGKILL to the first committed step that its replacement takes part in;
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from common import command_line, ratio, spread, table, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cells, command_line, table, take_turns, times, write_json
 
 LIMIT_S = 180.0
 MODEL = """
@@ -99,36 +98,31 @@ def main() -> None:
         theirs.write_text(THEIRS)
         respawning.write_text(RESPAWNING)
         ways = commands(options.workers, options.fabrics, ours, theirs)
-        replacement: list[float] = []
-        job: dict[str, list[float]] = {name: [] for name in ways}
-        first: dict[str, list[float]] = {name: [] for name in ways}
-        rng = random.Random(0)
-        for number in range(options.rounds + 1):  # the first one reads files, and is not counted
-            for name in rng.sample(list(ways), len(ways)):
-                whole_s, step_s = run(ways[name], Path(folder, "stepped"))
-                if number:
-                    job[name].append(whole_s)
-                    first[name].append(step_s)
-            joined_s = replace_one(options.workers, respawning, Path(folder, f"report-{number}"))
-            replacement += [joined_s] * (number > 0)
+        reports = (Path(folder, f"report-{number}") for number in itertools.count())
+        runs: dict[str, Callable[[], Any]] = {
+            name: lambda words=words: run(words, Path(folder, "stepped")) for name, words in ways.items()
+        }
+        runs["replacement"] = lambda: replace_one(options.workers, respawning, next(reports))
+        found = take_turns(runs, options.rounds)  # the first round reads files, and is not counted
+    replacement = found.pop("replacement")
+    job, first = ({name: [pair[i] for pair in pairs] for name, pairs in found.items()} for i in (0, 1))
     rows = []
     for name in ways:
-        medians = [f"{spread(values[name])['p50']:.2f}" for values in (job, first)]
-        rows.append([name, *medians, *(written(values[name], values["torchrun"]) for values in (job, first))])
+        medians = [cells(values[name], keys=["p50"])[0] for values in (job, first)]
+        rows.append([name, *medians, *(times(values[name], values["torchrun"]) for values in (job, first))])
     head = ["way", "job, s", "first step, s", "job / torchrun's", "first step / torchrun's"]
     print(table(f"{options.workers} workers, one step, {options.rounds} rounds", head, rows))
     for fabric in options.fabrics:
-        print(f"{fabric}: first step / no preload {written(first[fabric], first[f'{fabric}, no preload'])}")
-    around = spread(replacement)
-    print(f"replacement: {around['p50']:.2f} s, from {around['min']:.2f} to {around['max']:.2f}")
+        print(f"{fabric}: first step / no preload {times(first[fabric], first[f'{fabric}, no preload'])}")
+    median, least, most = cells(replacement, keys=("p50", "min", "max"))
+    print(f"replacement: {median} s, from {least} to {most}")
     write_json(options.json, settings=vars(options), job_s=job, first_step_s=first, replacement_s=replacement)
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = command_line(__doc__, rounds=10, workers=4)
-    parser.add_argument("--fabrics", nargs="+", choices=("gloo", "ulfm"), default=["gloo", "ulfm"])
-    return parser.parse_args()
+    fabrics = ["gloo", "ulfm"]
+    return command_line(__doc__, rounds=10, workers=4, fabrics=(fabrics, None, fabrics)).parse_args()
 
 
 def commands(workers: int, fabrics: Sequence[str], ours: Path, theirs: Path) -> dict[str, list[str]]:
@@ -180,12 +174,6 @@ def replace_one(workers: int, script: Path, report: Path) -> float:
     if not whole:
         sys.exit(f"no replacement joined within {len(steps)} steps")
     return min(whole) - begun_s
-
-
-def written(a: list[float], b: list[float]) -> str:
-    """Return the ratio of two ways with its interval."""
-    found = ratio(a, b, paired=True)
-    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
 
 
 if __name__ == "__main__":

@@ -81,9 +81,9 @@ def parse() -> argparse.Namespace:
         every=(1000, "steps from one death to the next, at least 50"),
         minutes=(0.0, "stop after so long; hashes are then not compared"),
         seed=0,
+        fabric=("gloo", None, ("gloo", "ulfm")),
+        keep=(False, "keep the folder of the run, and say where it is"),
     )
-    parser.add_argument("--fabric", choices=("gloo", "ulfm"), default="gloo")
-    parser.add_argument("--keep", action="store_true", help="keep the folder of the run, and say where it is")
     options = parser.parse_args()
     if options.every < 50 or options.steps < 8 * options.every:
         parser.error(f"--every must be at least 50, and --steps 8 times that, got {options.every} and {options.steps}")

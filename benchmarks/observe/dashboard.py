@@ -10,7 +10,6 @@ server; one worker dies meanwhile. The sum is what a core spends while such a jo
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -22,6 +21,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import command_line, write_json
 
 from holdfast.observe.monitor.feed import Feed
 from holdfast.observe.monitor.server import DashboardServer
@@ -160,13 +163,14 @@ def take_all(live: LiveState, run: GeneratedRun, keep_s: float, step_s: float) -
 
 def main() -> None:
     """Measure, and print one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--step-s", type=float, default=0.1)
-    parser.add_argument("--mtbf", type=float, default=100.0, help="seconds between two deaths")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds in real time, with a reader")
-    given = parser.parse_args()
+    given = command_line(
+        __doc__,
+        workers=1000,
+        steps=100_000,
+        step_s=0.1,
+        mtbf=(100.0, "seconds between two deaths"),
+        seconds=(60.0, "seconds in real time, with a reader"),
+    ).parse_args()
     before_mb = rss_mb()
     live = LiveState(RunInfo(id="run", started=range(given.workers), nodes={n: f"node-{n}" for n in range(given.workers // 8 or 1)}, node_of=lambda rank: rank // 8))  # fmt: skip
     run = GeneratedRun(given.workers, given.steps, given.step_s, given.mtbf)
@@ -201,6 +205,7 @@ def main() -> None:
         "sent_bytes_per_s": round((sent_bytes - full_bytes) / serving["wall_s"]),
     }
     print(json.dumps(result, indent=1))
+    write_json(given.json, settings=vars(given), result=result)
 
 
 def serve(source: Source, sink: QueuedSink, rest: Iterator[list[Record]], seconds: float) -> dict[str, float]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -33,10 +32,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import command_line, ratio, spread, table, write_json
+from common import cells, command_line, free_port, interval, ratio, table, take_turns, write_json
 from models import JOBS
-from step import step_time
-from step.step_time import WARM_UP_STEPS, Contender, SystemFailed, free_port
+from step.step_time import BLOCK_S, WARM_UP_STEPS, Contender, SystemFailed
 
 from holdfast.base.options import declared
 from holdfast.launch.job import Job
@@ -62,12 +60,15 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = command_line(
-        __doc__, workers=2, fabric=("gloo", "ulfm needs Open MPI in this environment"), rounds=20, steps=40
-    )
-    parser.add_argument("--model", choices=sorted(JOBS), default="mlp")
-    parser.add_argument("--control", action="store_true", help="also measure a second job without sinks")
-    return parser.parse_args()
+    return command_line(
+        __doc__,
+        workers=2,
+        fabric=("gloo", "ulfm needs Open MPI in this environment"),
+        rounds=20,
+        steps=40,
+        model=("mlp", None, sorted(JOBS)),
+        control=(False, "also measure a second job without sinks"),
+    ).parse_args()
 
 
 def sinks(folder: Path) -> list[str]:
@@ -99,17 +100,17 @@ class Variant(Contender):
         super().__init__("holdfast", options.model, options.workers, None)
 
     def _start(self, script: list[str]) -> None:
-        words = ["-n", str(self._workers), "--max-restarts", "0", "--stall-timeout", str(int(step_time.BLOCK_S))]
+        words = ["-n", str(self._workers), "--max-restarts", "0", "--stall-timeout", str(int(BLOCK_S))]
         self._run([sys.executable, "-m", "holdfast", "run", *words, *self._words, *script])
 
     def mean_ms(self, steps: int) -> float:
         """Train a block; return the mean time of a step, over all workers, without the first one."""
+        time.sleep(SETTLE_S)
         return 1e3 * statistics.fmean(value for times in self.block(steps + 1) for value in times[1:])
 
 
 def measure(variants: dict[str, list[str]], options: argparse.Namespace) -> dict[str, list[float]]:
     """Return for each variant the mean step of each block, in milliseconds."""
-    rng, blocks = random.Random(0), {name: list[float]() for name in variants}
     with ExitStack() as undo:
         jobs = {}
         for name, words in variants.items():
@@ -118,10 +119,9 @@ def measure(variants: dict[str, list[str]], options: argparse.Namespace) -> dict
         for job in jobs.values():
             job.wait_until_ready()
             job.block(WARM_UP_STEPS)
-        for _ in range(options.rounds):
-            for name in rng.sample(list(jobs), len(jobs)):
-                time.sleep(SETTLE_S)
-                blocks[name].append(jobs[name].mean_ms(options.steps))
+        blocks = take_turns(
+            {name: lambda job=job: job.mean_ms(options.steps) for name, job in jobs.items()}, options.rounds, warm_up=0
+        )
         for job in jobs.values():
             job.finish()
     return blocks
@@ -130,11 +130,7 @@ def measure(variants: dict[str, list[str]], options: argparse.Namespace) -> dict
 def show(blocks: dict[str, list[float]], options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Print the step times; return the ratio of each variant to none."""
     found = {name: ratio(times, blocks["none"], paired=True) for name, times in blocks.items()}
-    rows = []
-    for name, times in blocks.items():
-        around, to_none = spread(times), found[name]
-        interval = f"{to_none['ratio']:.3f} ({to_none['low']:.3f}-{to_none['high']:.3f})"
-        rows.append([name, *(f"{around[key]:.2f}" for key in ("p50", "p10", "p90")), interval])
+    rows = [[name, *cells(times), interval(found[name], 3)] for name, times in blocks.items()]
     title = (
         f"\n{options.model}, {options.workers} workers on {os.cpu_count()} cores, blocks of {options.steps} steps; ms"
     )

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import command_line, spread, table, write_json
+from common import cells, command_line, spread, table, write_json
 
 from holdfast.records.life_lock import hold_life_lock
 
@@ -37,11 +37,10 @@ PARTS = ("life lock", "watcher", "processor time")
 
 def main() -> None:
     """Kill, measure, print."""
-    parser = command_line(__doc__, kills=20)
-    options = parser.parse_args()
+    options = command_line(__doc__, kills=20).parse_args()
     rows = [kill_once() for _ in range(options.kills)]
     spreads = {part: spread([row[part] for row in rows]) for part in PARTS}
-    lines = [[part, *(f"{found[name]:.2f}" for name in ("p10", "p50", "p90"))] for part, found in spreads.items()]
+    lines = [[part, *cells([row[part] for row in rows], keys=("p10", "p50", "p90"))] for part in PARTS]
     print(table(f"From the SIGKILL, ms: {options.kills} kills", ["", "p10", "p50", "p90"], lines))
     write_json(options.json, settings=vars(options), rows=rows, summary=spreads)
 

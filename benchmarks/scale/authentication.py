@@ -3,10 +3,15 @@
 python benchmarks/scale/authentication.py
 """
 
-import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import command_line, timed
 
 from holdfast.membership import Hub, HubStore
 from holdfast.membership.authentication import LineAuthenticator
@@ -17,20 +22,13 @@ SIZES = (1, 60, 200, 1000, 100_000)
 
 def processor_us(act: Callable[[], object], times: int, rounds: int) -> str:
     """Return median and range of the processor time of ``act`` in microseconds, over rounds of ``times`` calls."""
-    took = []
-    for _ in range(rounds):
-        began_s = time.process_time()
-        for _ in range(times):
-            act()
-        took.append((time.process_time() - began_s) / times * 1e6)
+    took = [timed(lambda: [act() for _ in range(times)], time.process_time) / times * 1e6 for _ in range(rounds)]
     return f"{statistics.median(took):8.2f} ({min(took):.2f} to {max(took):.2f})"
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = command_line(__doc__, rounds=15).parse_args().rounds
     print("bytes of a line    sign, us    verify, us: median (range)")
     for size in SIZES:
         client, hub = (LineAuthenticator("token", NONCES, is_client=end) for end in (True, False))

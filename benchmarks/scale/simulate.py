@@ -84,9 +84,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = command_line(__doc__, repetitions=1000, workers=100_000, days=90.0)
-    parser.add_argument("--compiled", action="store_true", help="load what an earlier run compiled")
-    return parser.parse_args()
+    compiled = (False, "load what an earlier run compiled")
+    return command_line(__doc__, repetitions=1000, workers=100_000, days=90.0, compiled=compiled).parse_args()
 
 
 def time_history() -> dict[str, Any]:

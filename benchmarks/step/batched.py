@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from common import ratio, spread, table, write_json
+from common import cells, command_line, interval, ratio, spread, table, take_turns, write_json
 from torch.utils.data import TensorDataset
 
 from holdfast.faults.plan import FaultPlan, parse
@@ -91,34 +91,24 @@ def measure(name: str, side: int, options: argparse.Namespace) -> dict[str, Any]
             model(), data, options.batch, options.workers, FaultPlan(tuple(map(parse, kills))).to_json()
         ),
     }
-    times: dict[str, list[float]] = {key: [] for key in trainings}
-    for training in trainings.values():
-        block(training)
-    for _ in range(options.rounds):
-        for key, training in trainings.items():
-            times[key].append(block(training))
-    return times
+    return take_turns({key: lambda each=each: block(each) for key, each in trainings.items()}, options.rounds)
 
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = command_line(__doc__, workers=1000, batch=1000, rounds=12).parse_args()
     torch.set_num_threads(1)
     lines: list[list[str]] = []
     found: dict[str, Any] = {}
     for name, side in (("mlp", 8), ("mlp", 28), ("cnn", 8)):
-        times = measure(name, side, options)
-        base = times["plain loop"]
-        for key, values in times.items():
+        taken = measure(name, side, options)
+        base = taken["plain loop"]
+        for key, values in taken.items():
             against = ratio(values, base, paired=True)
             found[f"{name} {side}, {key}"] = {"step_s": spread(values), "ratio": against}
-            shown = "{ratio:.3f} [{low:.3f}, {high:.3f}]".format(**against)
-            lines.append([f"{name} {side} x {side}", key, f"{1000 * spread(values)['p50']:.2f}", shown])
+            lines.append(
+                [f"{name} {side} x {side}", key, *cells(values, scale=1e3, keys=["p50"]), interval(against, 3)]
+            )
     title = f"a step of {options.batch} samples, processor time"
     print(table(title, ["network", "trained by", "step, ms", "times the plain loop"], lines))
     write_json(options.json, **found)

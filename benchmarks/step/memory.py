@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from common import table, write_json
+from common import command_line, environment, table, write_json
 from torch import nn
 
 SYSTEMS = ("ddp", "ddp-views", "shared", "messages")
@@ -65,35 +65,20 @@ def pss_bytes() -> int:
     return int(found[1]) << 10
 
 
-def train_alone(slices: int, data: torch.Tensor) -> dict[str, float]:
-    """Train without communication; return what the process has grown by."""
-    torch.distributed.init_process_group("gloo")  # the same libraries as for DDP, and a barrier
+def train_plainly(slices: int, data: torch.Tensor, system: str) -> dict[str, float]:
+    """Train as a process of DDP, or without communication; return what the process has grown by."""
+    torch.distributed.init_process_group("gloo")  # without communication, too: the same libraries, and a barrier
     torch.distributed.barrier()
     before = pss_bytes()
-    model = make_model()
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        for _ in range(slices):
-            F.mse_loss(model(data[:1]), data[:1]).backward()
-        optimizer.step()
-    torch.distributed.barrier()
-    after = pss_bytes()
-    torch.distributed.barrier()
-    return {"bytes": after - before}
-
-
-def train_ddp(slices: int, data: torch.Tensor, *, views: bool) -> dict[str, float]:
-    """Train as a process of DDP; return what it has grown by."""
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.barrier()
-    before = pss_bytes()
-    model = nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=views)
+    model: Any = make_model()
+    if system != ALONE:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=system == "ddp-views")
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(STEPS):
         optimizer.zero_grad()
         for number in range(slices):
-            with model.no_sync() if number < slices - 1 else contextlib.nullcontext():
+            is_last = system == ALONE or number == slices - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
                 F.mse_loss(model(data[:1]), data[:1]).backward()
         optimizer.step()
     torch.distributed.barrier()  # all have what they need, and none has left
@@ -134,12 +119,8 @@ def work(system: str, slices: int, folder: Path) -> None:
     optimizer = torch.optim.Adam(layer.parameters())
     F.mse_loss(layer(data[:1]), data[:1, :4]).backward()
     optimizer.step()  # torch imports much for its first step
-    if system == ALONE:
-        found = train_alone(slices, data)
-    else:
-        found = (
-            train_ddp(slices, data, views=system == "ddp-views") if "ddp" in system else train_holdfast(slices, data)
-        )
+    is_plain = system == ALONE or "ddp" in system
+    found = train_plainly(slices, data, system) if is_plain else train_holdfast(slices, data)
     (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
 
 
@@ -152,7 +133,7 @@ def measure(system: str, slices: int, workers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         own = [__file__, "--work", system, "--slices", str(slices), "--folder", name]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+        env = environment(MALLOC_MMAP_THRESHOLD_=str(1 << 20))
         if "ddp" in system or system == ALONE:
             command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", *own]
         else:
@@ -166,17 +147,15 @@ def measure(system: str, slices: int, workers: int) -> dict[str, float]:
             raise SystemExit(f"{system} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     numbers = sum(p.numel() for p in make_model().parameters())
     result = {what: sum(one[what] for one in found) / workers / numbers for what in found[0]}
-    sys.stderr.write(f"{system}, {slices} slices a worker: {result}\n")
+    print(f"{system}, {slices} slices a worker: {result}", file=sys.stderr)
     return result
 
 
 def main() -> None:
     """Measure all systems, and print a table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
-    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, ALONE), default=SYSTEMS)
-    parser.add_argument("--slices", nargs="+", type=int, default=[1, 2, 8], help="slices of each worker")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", help="write the results to this file")
+    parser = command_line(
+        __doc__, systems=([*SYSTEMS], None, (*SYSTEMS, ALONE)), slices=([1, 2, 8], "slices of each worker"), workers=2
+    )
     parser.add_argument("--work", choices=(*SYSTEMS, ALONE), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -192,10 +171,8 @@ def main() -> None:
         [f"{one['slices']}", one["system"], f"{one['bytes']:.2f}", f"{one['counted']:.2f}" if "counted" in one else ""]
         for one in results
     ]
-    sys.stdout.write(
-        table(f"{given.workers} workers, bytes per parameter and worker", ["slices", "system", "Pss", "counted"], rows)
-        + "\n"
-    )
+    title = f"{given.workers} workers, bytes per parameter and worker"
+    print(table(title, ["slices", "system", "Pss", "counted"], rows))
     write_json(given.json, workers=given.workers, results=results)
 
 

@@ -7,26 +7,24 @@ With ``--any-order`` only the exact addition is measured: eight slices beside th
 accumulates in one gradient, in the same session, as a single slice. That is addition in any order: a worker's samples
 are then one term, whatever their number, so the result depends on which worker has them.
 
-    python benchmarks/step/slices.py [--blocks N] [--models digits mlp cnn transformer] [--any-order]
+    python benchmarks/step/slices.py [--blocks N] [--models digits mlp cnn transformer] [--any-order] [--json FILE]
 
 Times are processor time; ratios are taken within a block, with the 95 % interval of the median by bootstrap.
 """
 
 from __future__ import annotations
 
-import argparse
-import random
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from common import ratio
+from common import cells, command_line, take_turns, times, write_json
 from models import JOBS, make_model
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -107,64 +105,40 @@ def samples_of(name: str) -> tuple[torch.Tensor, ...]:
     return torch.randn(SAMPLES, 64, generator=generator), torch.randint(10, (SAMPLES,), generator=generator)
 
 
-def against(taken_s: list[float], other_s: list[float]) -> str:
-    """Return the ratio of the times, with the 95 % interval."""
-    found = ratio(taken_s, other_s, paired=True)
-    return f"{found['ratio']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
-
-
-def measure(name: str, counts: list[int], blocks: int, folder: Path) -> None:
-    """Print the cost of slices."""
-    trainings = {slices: Training(name, slices, folder) for slices in counts}
+def measure(name: str, trainings: Mapping[str, Training], base: str, blocks: int) -> dict[str, list[float]]:
+    """Print the time of a step of each training, and how many times that of ``base`` it is."""
     each_s = min(one.advance(FIRST_STEPS) for one in trainings.values())
-    times: dict[int, list[float]] = {slices: [] for slices in trainings}
-    for _ in range(blocks):
-        for slices in random.sample(list(trainings), len(trainings)):
-            times[slices].append(trainings[slices].advance(max(2, round(STEP_S / each_s))))
-    for slices, taken_s in times.items():
-        median_ms = statistics.median(taken_s) * 1e3
-        print(f"{name}, {slices} slices: {median_ms:.2f} ms, to 1 slice {against(taken_s, times[1])}")
+    steps = max(2, round(STEP_S / each_s))
+    taken = take_turns({way: lambda one=one: one.advance(steps) for way, one in trainings.items()}, blocks, warm_up=0)
+    for way, taken_s in taken.items():
+        to = times(taken_s, taken[base])
+        print(f"{name}, {way}: {cells(taken_s, scale=1e3, keys=['p50'])[0]} ms, to {base} {to}", flush=True)
     for one in trainings.values():
         one.close()
-
-
-def measure_any_order(name: str, blocks: int, folder: Path) -> None:
-    """Print the times of exact addition, to those of addition in any order."""
-    made: dict[str, Training] = {"any order": Training(name, 1, folder, passes=EIGHT)}
-    for order in ("fold", "tree"):
-        made[order] = Training(name, EIGHT, folder, order=order)
-    each_s = min(one.advance(FIRST_STEPS) for one in made.values())
-    times: dict[str, list[float]] = {way: [] for way in made}
-    for _ in range(blocks):
-        for way in random.sample(list(made), len(made)):
-            times[way].append(made[way].advance(max(2, round(STEP_S / each_s))))
-    for way, taken_s in times.items():
-        print(
-            f"{name}, {EIGHT} slices, {way}: {statistics.median(taken_s) * 1e3:.2f} ms,"
-            f" to any order {against(taken_s, times['any order'])}",
-            flush=True,
-        )
-    for one in made.values():
-        one.close()
+    return taken
 
 
 def main() -> None:
     """Print the times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20, metavar="N")
     names = [DIGITS, "mlp", "cnn", "transformer"]
-    parser.add_argument("--models", nargs="+", default=names, choices=names)
-    parser.add_argument("--any-order", action="store_true", help="compare with addition in any order, and nothing else")
-    given = parser.parse_args()
+    given = command_line(
+        __doc__, blocks=20, models=(names, None, names),
+        any_order=(False, "compare with addition in any order, and nothing else"),
+    ).parse_args()  # fmt: skip
     torch.set_num_threads(1)
+    results = {}
     for name in given.models:
-        if given.any_order:
-            with tempfile.TemporaryDirectory() as folder:
-                measure_any_order(name, given.blocks, Path(folder))
-            continue
-        counts = [slices for slices in COUNTS if slices <= len(samples_of(name)[0])]
-        with tempfile.TemporaryDirectory() as folder:
-            measure(name, counts, given.blocks, Path(folder))
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made)
+            if given.any_order:
+                trainings = {"any order": Training(name, 1, folder, passes=EIGHT)}
+                trainings |= {order: Training(name, EIGHT, folder, order=order) for order in ("fold", "tree")}
+                results[name] = measure(f"{name}, {EIGHT} slices", trainings, "any order", given.blocks)
+                continue
+            counts = [slices for slices in COUNTS if slices <= len(samples_of(name)[0])]
+            trainings = {f"{slices} slice{'s' * (slices > 1)}": Training(name, slices, folder) for slices in counts}
+            results[name] = measure(name, trainings, "1 slice", given.blocks)
+    write_json(given.json, settings=vars(given), results=results)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
-import signal
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,9 +29,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import command_line, ratio, spread, table, write_json
+from common import command_line, write_json
 from models import CONTEXT, JOBS, Transformer, loss_of, make_model
-from step.step_time import TOLERANCE, WARM_UP_STEPS, Contender, Race, SystemFailed, Turns, interval
+from step.step_time import Contender, Race, Turns, any_failed, run_race
 from torch import nn
 from torch.nn import functional as F
 
@@ -230,13 +227,9 @@ class SplitContender(Contender):
     def _start(self, script: list[str]) -> None:
         super()._start([str(Path(__file__).resolve()), *script[1:]])
 
-    def finish_with_weights(self) -> list[list[float]]:
-        """End the training, and return how far it has moved the weights of each worker."""
-        return self._ask("0")
-
 
 class SplitRace(Race):
-    """One table: a pair of systems with one model and one number of workers.
+    """One table: a pair of systems with one model and one number of workers; weights are compared after the last block.
 
     Args:
         options: The command line.
@@ -245,73 +238,32 @@ class SplitRace(Race):
         workers: Number of workers.
     """
 
+    contender = SplitContender
+
     def __init__(self, options: argparse.Namespace, kind: str, name: str, workers: int) -> None:
-        self._kind = kind
+        self.base, _ = PAIRS[kind]
+        self.what = f"{kind} {name}"
         super().__init__(argparse.Namespace(**(vars(options) | {"systems": PAIRS[kind]})), name, workers)
 
-    def run(self) -> None:
-        """Start both, let them take turns, end them, compare their results."""
-        steps = self._options.steps or JOBS[self._name].steps
-        try:
-            self._start()
-            self._everybody(lambda contender: contender.block(WARM_UP_STEPS))
-            for number in range(self._options.rounds):
-                order = [*self._running][:: -1 if number % 2 else 1]
-                self._everybody(lambda contender: self._measure(contender, steps), order)
-            self._everybody(self._check_at_the_end)
-        finally:
-            for contender in self._running.values():
-                contender.end()
+    def _begin(self) -> None:
+        """Compare nothing yet."""
 
-    def _start(self) -> None:
-        for system in PAIRS[self._kind]:
-            self._running[system] = SplitContender(system, self._name, self._workers, self._options.data)
-        self._everybody(Contender.wait_until_ready)
-
-    def _check_at_the_end(self, contender: SplitContender) -> None:
-        moved = contender.finish_with_weights()
-        self._reference = self._reference or moved[0]
-        distance = max(math.dist(worker, self._reference) for worker in moved) / math.hypot(*self._reference)
-        if not distance < TOLERANCE:
-            raise SystemFailed(f"its weights differ by {distance:.2g} of the distance that training moved them")
-
-    def summary(self) -> dict[str, Any]:
-        """Return the results by system."""
-        base, _ = PAIRS[self._kind]
-        found: dict[str, Any] = {system: {"failed": text} for system, text in self.failed.items()}
-        good = {system: rounds for system, rounds in self.times.items() if rounds and system not in self.failed}
-        medians = {system: [statistics.median(block) for block in rounds] for system, rounds in good.items()}
-        for system, rounds in good.items():
-            found[system] = {"step_ms": spread([t for block in rounds for t in block])}
-            if base in medians:
-                found[system]["to_base"] = ratio(medians[system], medians[base], paired=True)
-        return found
-
-    def table(self) -> str:
-        """Return the results as a table."""
-        base, _ = PAIRS[self._kind]
-        title = f"{self._kind} {self._name}, {self._workers} workers on {os.cpu_count()} cores, {JOBS[self._name].samples} samples a worker; ms"
-        rows = []
-        for system, found in self.summary().items():
-            if "failed" in found:
-                rows.append([system, "failed", "", "", ""])
-                continue
-            step = found["step_ms"]
-            cells = [f"{step[key]:.1f}" for key in ("p50", "p10", "p90")]
-            rows.append([system, *cells, interval(found.get("to_base"))])
-        return table(title, ["system", "step p50", "p10", "p90", f"to {base}"], rows)
+    def _finish(self, contender: Contender) -> None:
+        self._compare(contender.finish())
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = command_line(
-        __doc__, rounds=(5, "number of blocks of each system"), mirror=(1, "hot standbys of each part under Holdfast")
+        __doc__,
+        rounds=(5, "number of blocks of each system"),
+        mirror=(1, "hot standbys of each part under Holdfast"),
+        models=([*MODELS], None, MODELS),
+        workers=([2, 4], None, (2, 4)),
+        kinds=([*PAIRS], None, [*PAIRS]),
+        data=(None, "a text for the transformer; default: made-up words"),
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--workers", nargs="+", type=int, choices=(2, 4), default=[2, 4])
-    parser.add_argument("--kinds", nargs="+", choices=[*PAIRS], default=[*PAIRS])
     parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
     return parser.parse_args()
 
 
@@ -319,19 +271,11 @@ def main() -> int:
     """Measure everything and print a table for each kind, model and number of workers."""
     options = parse()
     os.environ["HOLDFAST_MIRROR"] = str(options.mirror)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs end too
-    results, failed = [], False
-    for kind in options.kinds:
-        for workers in options.workers:
-            for name in options.models:
-                race = SplitRace(options, kind, name, workers)
-                race.run()
-                print(f"{race.table()}\n", flush=True)
-                failed |= bool(race.failed)
-                found = {"kind": kind, "model": name, "workers": workers, "mirror": options.mirror}
-                results.append(found | {"systems": race.summary(), "blocks_ms": race.times})
+    results = []
+    for kind, workers, name in itertools.product(options.kinds, options.workers, options.models):
+        results.append({"kind": kind, "mirror": options.mirror} | run_race(SplitRace(options, kind, name, workers)))
     write_json(options.json, results=results)
-    return int(failed)
+    return int(any_failed(results))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -39,14 +40,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from common import PEERS_PYTHON, command_line, ratio, spread, table, write_json
+from common import PEERS_PYTHON, command_line, free_port, interval, ratio, spread, table, turned, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
 SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-prepare", "holdfast-ddp", "torchft")
@@ -375,9 +376,9 @@ class Contender:
         """Return how far training has moved the weights of each worker."""
         return self._ask("weights")
 
-    def finish(self) -> None:
-        """End the training."""
-        self._ask("0")
+    def finish(self) -> list[Any]:
+        """End the training; return the last words of each worker."""
+        return self._ask("0")
 
     def _ask(self, message: str) -> list[Any]:
         with contextlib.suppress(OSError):  # a dead worker's pipe is closed
@@ -421,13 +422,6 @@ class Contender:
         self.log.close()
 
 
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # ---------------------------------------------------------------------------------------------
 # The benchmark
 
@@ -441,10 +435,13 @@ class Race:
         workers: Number of workers.
     """
 
+    contender = Contender
+    base = BASE
+    what = ""
+
     def __init__(self, options: argparse.Namespace, name: str, workers: int) -> None:
         self._options = options
-        self._name = name
-        self._workers = workers
+        self.name, self.workers = name, workers
         self._running: dict[str, Contender] = {}
         self._reference: list[float] = []
         self.failed: dict[str, str] = {}
@@ -453,16 +450,15 @@ class Race:
 
     def run(self) -> None:
         """Start the jobs, compare their results, let them take turns, end them."""
-        steps = self._options.steps or JOBS[self._name].steps
+        steps = self._options.steps or JOBS[self.name].steps
         try:
             self._start()
             self._everybody(lambda contender: contender.block(WARM_UP_STEPS))
-            self._everybody(self._check_weights)
+            self._begin()
             for number in range(self._options.rounds):
-                shift = number % max(1, len(self._running))
-                order = [*self._running][shift:] + [*self._running][:shift]
+                order = turned([*self._running], number)
                 self._everybody(lambda contender: self._measure(contender, steps), order)
-            self._everybody(Contender.finish)
+            self._everybody(self._finish)
         finally:
             for contender in self._running.values():
                 contender.end()
@@ -470,7 +466,7 @@ class Race:
     def _start(self) -> None:
         for system in self._options.systems:
             try:
-                self._running[system] = Contender(system, self._name, self._workers, self._options.data)
+                self._running[system] = self.contender(system, self.name, self.workers, self._options.data)
             except SystemFailed as failure:
                 self._fail(system, failure)
         self._everybody(Contender.wait_until_ready)
@@ -489,10 +485,13 @@ class Race:
         answer = contender.block(1 + steps + alone)
         self.times[contender.system].append([1e3 * t for worker in answer for t in worker[1 : 1 + steps]])
 
-    def _check_weights(self, contender: Contender) -> None:
-        if contender.system == "alone":
-            return
-        moved = contender.weights()
+    def _begin(self) -> None:
+        self._everybody(lambda contender: contender.system == "alone" or self._compare(contender.weights()))
+
+    def _finish(self, contender: Contender) -> None:
+        contender.finish()
+
+    def _compare(self, moved: list[list[float]]) -> None:
         self._reference = self._reference or moved[0]
         distance = max(math.dist(worker, self._reference) for worker in moved) / math.hypot(*self._reference)
         if not distance < TOLERANCE:
@@ -502,7 +501,7 @@ class Race:
 
     def _fail(self, system: str, failure: SystemFailed) -> None:
         self.failed[system] = str(failure)
-        print(f"{self._name}, {self._workers} workers: {system} failed: {failure}", file=sys.stderr)
+        print(f"{self.name}, {self.workers} workers: {system} failed: {failure}", file=sys.stderr)
 
     def summary(self) -> dict[str, Any]:
         """Return the results by system."""
@@ -517,18 +516,32 @@ class Race:
                 found[system] = {"failed": self.failed.get(system, "not measured")}
                 continue
             found[system] = {"step_ms": spread([t for block in self.times[system] for t in block])}
-            if BASE in blocks:
-                found[system]["to_base"] = ratio(blocks[system], blocks[BASE], paired=True)
+            if self.base in blocks:
+                found[system]["to_base"] = ratio(blocks[system], blocks[self.base], paired=True)
             if "alone" in blocks:
-                found[system] |= adds(blocks[system], blocks["alone"], blocks.get(BASE))
+                found[system] |= adds(blocks[system], blocks["alone"], blocks.get(self.base))
         return found
 
     def table(self) -> str:
         """Return the results as a table."""
-        job = JOBS[self._name]
-        title = f"{self._name}, {self._workers} workers on {os.cpu_count()} cores, {job.samples} samples a worker; ms"
-        head = ["system", "step p50", "p10", "p90", f"to {BASE}", "communication adds", f"to {BASE}'s"]
-        return table(title, head, [row(system, found) for system, found in self.summary().items()])
+        job = JOBS[self.name]
+        what = f"{self.what or self.name}, {self.workers} workers on {os.cpu_count()} cores"
+        head = ["system", "step p50", "p10", "p90", f"to {self.base}", "communication adds", f"to {self.base}'s"]
+        rows = [row(system, found) for system, found in self.summary().items()]
+        return table(f"{what}, {job.samples} samples a worker; ms", head, rows)
+
+
+def run_race(race: Race) -> dict[str, Any]:
+    """Run a race, print its table, and return what it has found."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs end too
+    race.run()
+    print(f"{race.table()}\n", flush=True)
+    return {"model": race.name, "workers": race.workers, "systems": race.summary(), "blocks_ms": race.times}
+
+
+def any_failed(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a system of a race has failed."""
+    return any("failed" in found for result in results for found in result["systems"].values())
 
 
 def adds(blocks: list[float], alone: list[float], base: list[float] | None) -> dict[str, Any]:
@@ -553,11 +566,6 @@ def row(system: str, found: dict[str, Any]) -> list[str]:
     return [*cells, f"{found['adds_ms']:.1f}", interval(found.get("adds_to_base"))]
 
 
-def interval(found: dict[str, float] | None) -> str:
-    """Return a ratio with its interval."""
-    return f"{found['ratio']:.2f} ({found['low']:.2f}-{found['high']:.2f})" if found else "-"
-
-
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = command_line(
@@ -565,11 +573,11 @@ def parse() -> argparse.Namespace:
         workers=[2, 4],
         slices=(8, "slices of a step for ddp-accumulate and holdfast-slices"),
         rounds=(5, "number of blocks of each system"),
+        models=([*JOBS], None, [*JOBS]),
+        systems=([*SYSTEMS], None, [*SYSTEMS, *SLICED]),
+        data=(None, "a text for the transformer; default: made-up words"),
     )
-    parser.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
-    parser.add_argument("--systems", nargs="+", choices=[*SYSTEMS, *SLICED], default=[*SYSTEMS])
     parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
     options = parser.parse_args()
     uneven = [str(workers) for workers in options.workers if options.slices % workers]
     if uneven and set(options.systems) & set(SLICED):
@@ -581,17 +589,10 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure everything and print a table for each model and number of workers."""
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs end too
-    results, failed = [], False
-    for workers in options.workers:
-        for name in options.models:
-            race = Race(options, name, workers)
-            race.run()
-            print(f"{race.table()}\n", flush=True)
-            failed |= bool(race.failed)
-            results.append({"model": name, "workers": workers, "systems": race.summary(), "blocks_ms": race.times})
+    races = itertools.product(options.workers, options.models)
+    results = [run_race(Race(options, name, workers)) for workers, name in races]
     write_json(options.json, results=results)
-    return int(failed)
+    return int(any_failed(results))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import command_line, ratio, spread, table, write_json
-from step.step_time import BLOCK_S, WARM_UP_STEPS, Contender, Turns, free_port
+from common import cells, command_line, free_port, interval, ratio, spread, table, turned, write_json
+from step.step_time import BLOCK_S, WARM_UP_STEPS, Contender, Turns
 
 DDP = "ddp-gloo"
 LENGTH, VOCABULARY, SAMPLES = 64, 4096, 4
@@ -103,8 +103,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[list[float]]]:
         for job in jobs:
             job.block(WARM_UP_STEPS)
         for number in range(options.rounds):
-            shift = number % len(jobs)
-            for job in jobs[shift:] + jobs[:shift]:
+            for job in turned(jobs, number):
                 answer = job.block(1 + options.steps)
                 times[job.system].append([1e3 * t for worker in answer for t in worker[1:]])
     finally:
@@ -130,11 +129,7 @@ def main() -> int:
         for system, rounds in times.items()
     }
     rows = [
-        [
-            system,
-            *(f"{values['step_ms'][name]:.0f}" for name in ("p50", "p10", "p90")),
-            f"{values['to_ddp']['ratio']:.3f} ({values['to_ddp']['low']:.3f} to {values['to_ddp']['high']:.3f})",
-        ]
+        [system, *cells([t for block in times[system] for t in block], 0), interval(values["to_ddp"], 3)]
         for system, values in found.items()
     ]
     title = f"Trainer, GPT-2 with {LAYERS} layers of {WIDTH}, {options.workers} workers on {os.cpu_count()} cores; ms"
