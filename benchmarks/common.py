@@ -136,7 +136,7 @@ def cpu_name() -> str:
 def write_json(path: str | Path | None, **content: Any) -> None:
     """Write the measurement and a description of the machine to ``path``; None writes nothing."""
     if path:
-        Path(path).write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
+        Path(path).write_text(json.dumps({"machine": machine(), **content}, indent=1, default=str) + "\n")
 
 
 def command_line(doc: str | None, /, **defaults: Any) -> argparse.ArgumentParser:

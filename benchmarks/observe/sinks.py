@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cells, command_line, free_port, interval, ratio, table, take_turns, write_json
 from models import JOBS
-from step.step_time import BLOCK_S, WARM_UP_STEPS, Contender, SystemFailed
+from step.step_time import WARM_UP_STEPS, Contender, SystemFailed
 
 from holdfast.base.options import declared
 from holdfast.launch.job import Job
@@ -96,12 +96,8 @@ class Variant(Contender):
     """
 
     def __init__(self, words: Sequence[str], options: argparse.Namespace) -> None:
-        self._words = ["--fabric", options.fabric, *words]
+        self.words = ["--fabric", options.fabric, *words]
         super().__init__("holdfast", options.model, options.workers, None)
-
-    def _start(self, script: list[str]) -> None:
-        words = ["-n", str(self._workers), "--max-restarts", "0", "--stall-timeout", str(int(BLOCK_S))]
-        self._run([sys.executable, "-m", "holdfast", "run", *words, *self._words, *script])
 
     def mean_ms(self, steps: int) -> float:
         """Train a block; return the mean time of a step, over all workers, without the first one."""

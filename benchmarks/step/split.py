@@ -242,8 +242,12 @@ class SplitRace(Race):
 
     def __init__(self, options: argparse.Namespace, kind: str, name: str, workers: int) -> None:
         self.base, _ = PAIRS[kind]
-        self.what = f"{kind} {name}"
+        self._kind = kind
         super().__init__(argparse.Namespace(**(vars(options) | {"systems": PAIRS[kind]})), name, workers)
+
+    def title(self) -> str:
+        """Return the title of the table."""
+        return f"{self._kind} {super().title()}"
 
     def _begin(self) -> None:
         """Compare nothing yet."""

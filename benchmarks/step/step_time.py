@@ -313,6 +313,9 @@ class Contender:
         text: Path of a text, for the transformer.
     """
 
+    words: Sequence[str] = ()
+    """Further options of ``holdfast run``."""
+
     def __init__(self, system: str, name: str, workers: int, text: Path | None) -> None:
         self.system = system
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the job runs
@@ -321,19 +324,15 @@ class Contender:
         self._processes: list[subprocess.Popen[str]] = []
         self._server = socket.create_server(("127.0.0.1", 0))
         self._env = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "BENCHMARK_PORT": str(self._server.getsockname()[1]),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(workers),
-        }
+            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BENCHMARK_PORT": str(self._server.getsockname()[1]),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(workers),
+        }  # fmt: skip
         self._start([str(Path(__file__).resolve()), "work", system, name, str(workers), str(text or "")])
 
     def _start(self, script: list[str]) -> None:
         if self.system.startswith("holdfast"):
             options = ["-n", str(self._workers), "--max-restarts", "0", "--stall-timeout", str(int(BLOCK_S))]
-            self._run([sys.executable, "-m", "holdfast", "run", *options, *script])
+            self._run([sys.executable, "-m", "holdfast", "run", *options, *self.words, *script])
             return
         python = sys.executable
         if self.system == "torchft":
@@ -343,7 +342,7 @@ class Contender:
             lighthouse = str(PEERS_PYTHON.with_name("torchft_lighthouse"))
             self._run([lighthouse, "--bind", f"[::]:{port}", "--min_replicas", str(self._workers)])
         for rank in range(self._workers):
-            self._run([python, *script], RANK=str(rank))
+            self._run([python, *script], RANK=str(rank), LOCAL_RANK=str(rank))
 
     def _run(self, command: list[str], **env: str) -> None:
         try:
@@ -437,7 +436,6 @@ class Race:
 
     contender = Contender
     base = BASE
-    what = ""
 
     def __init__(self, options: argparse.Namespace, name: str, workers: int) -> None:
         self._options = options
@@ -524,11 +522,13 @@ class Race:
 
     def table(self) -> str:
         """Return the results as a table."""
-        job = JOBS[self.name]
-        what = f"{self.what or self.name}, {self.workers} workers on {os.cpu_count()} cores"
         head = ["system", "step p50", "p10", "p90", f"to {self.base}", "communication adds", f"to {self.base}'s"]
-        rows = [row(system, found) for system, found in self.summary().items()]
-        return table(f"{what}, {job.samples} samples a worker; ms", head, rows)
+        return table(self.title(), head, [row(system, found) for system, found in self.summary().items()])
+
+    def title(self) -> str:
+        """Return the title of the table."""
+        samples = JOBS[self.name].samples
+        return f"{self.name}, {self.workers} workers on {os.cpu_count()} cores, {samples} samples a worker; ms"
 
 
 def run_race(race: Race) -> dict[str, Any]:

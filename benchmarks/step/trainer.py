@@ -9,9 +9,7 @@ The first step of a block is excluded. Needs the extras ``mpi`` and ``transforme
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -19,8 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cells, command_line, free_port, interval, ratio, spread, table, turned, write_json
-from step.step_time import BLOCK_S, WARM_UP_STEPS, Contender, Turns
+from common import command_line, write_json
+from step.step_time import Contender, Race, Turns, any_failed, run_race
 
 DDP = "ddp-gloo"
 LENGTH, VOCABULARY, SAMPLES = 64, 4096, 4
@@ -50,15 +48,8 @@ def work(system: str, workers: int) -> None:
 
     torch.manual_seed(0)
     sequences = torch.randint(VOCABULARY, (512, LENGTH))
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder,
@@ -80,36 +71,26 @@ class TrainerJob(Contender):
     """A job of one system, started and waiting for its turn."""
 
     def _start(self, _: list[str]) -> None:
-        script = [str(Path(__file__).resolve()), "work", self.system, str(self._workers)]
-        if self.system == DDP:
-            self._env["MASTER_PORT"] = str(free_port())
-            for rank in range(self._workers):
-                self._run([sys.executable, *script], RANK=str(rank), LOCAL_RANK=str(rank))
-            return
-        fabric = self.system.removeprefix("holdfast-")
-        options = ["-n", str(self._workers), "--fabric", fabric, "--stall-timeout", str(int(BLOCK_S))]
-        self._run([sys.executable, "-m", "holdfast", "run", *options, *script])
+        self.words = ["--fabric", self.system.removeprefix("holdfast-")]
+        super()._start([str(Path(__file__).resolve()), "work", self.system, str(self._workers)])
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Return the step times in milliseconds, by system and round."""
-    systems = [DDP, *(f"holdfast-{fabric}" for fabric in options.fabric)]
-    times: dict[str, list[list[float]]] = {system: [] for system in systems}
-    jobs: list[TrainerJob] = []
-    try:
-        jobs += [TrainerJob(system, "gpt2", options.workers, None) for system in systems]
-        for job in jobs:
-            job.wait_until_ready()
-        for job in jobs:
-            job.block(WARM_UP_STEPS)
-        for number in range(options.rounds):
-            for job in turned(jobs, number):
-                answer = job.block(1 + options.steps)
-                times[job.system].append([1e3 * t for worker in answer for t in worker[1:]])
-    finally:
-        for job in jobs:
-            job.end()
-    return times
+class TrainerRace(Race):
+    """The table; weights are not compared."""
+
+    contender = TrainerJob
+    base = DDP
+
+    def title(self) -> str:
+        """Return the title of the table."""
+        what = f"Trainer, GPT-2 with {LAYERS} layers of {WIDTH}"
+        return f"{what}, {self.workers} workers on {os.cpu_count()} cores; ms"
+
+    def _begin(self) -> None:
+        """Compare nothing."""
+
+    def _finish(self, contender: Contender) -> None:
+        """Leave it to the end of the job."""
 
 
 def main() -> int:
@@ -117,25 +98,12 @@ def main() -> int:
     if sys.argv[1:2] == ["work"]:
         work(sys.argv[2], int(sys.argv[3]))
         return 0
-    parser = command_line(__doc__, workers=2, rounds=15, steps=4, fabric=["ulfm", "gloo"])
-    options = parser.parse_args()
-    times = measure(options)
-    blocks = {system: [statistics.median(block) for block in rounds] for system, rounds in times.items()}
-    found = {
-        system: {
-            "step_ms": spread([t for block in rounds for t in block]),
-            "to_ddp": ratio(blocks[system], blocks[DDP], paired=True),
-        }
-        for system, rounds in times.items()
-    }
-    rows = [
-        [system, *cells([t for block in times[system] for t in block], 0), interval(values["to_ddp"], 3)]
-        for system, values in found.items()
-    ]
-    title = f"Trainer, GPT-2 with {LAYERS} layers of {WIDTH}, {options.workers} workers on {os.cpu_count()} cores; ms"
-    print(table(title, ["system", "step p50", "p10", "p90", f"to {DDP}"], rows))
-    write_json(options.json, settings=vars(options), results=found)
-    return 0
+    options = command_line(__doc__, workers=2, rounds=15, steps=4, fabric=["ulfm", "gloo"]).parse_args()
+    options.systems = [DDP, *(f"holdfast-{fabric}" for fabric in options.fabric)]
+    options.data = None
+    results = [run_race(TrainerRace(options, "gpt2", options.workers))]
+    write_json(options.json, settings=vars(options), results=results)
+    return int(any_failed(results))
 
 
 if __name__ == "__main__":
