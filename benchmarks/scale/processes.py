@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import command_line, environment, listed, spread, table, write_json
+from common import cells, command_line, environment, listed, spread, table, write_json
 
 SIZES = (4, 8, 16, 32, 64)
 ELEMENTS = 1000
@@ -54,7 +54,7 @@ def main() -> None:
     options = parse()
     if options.worker:
         told = json.loads(options.worker)
-        host_gloo(told) if options.fabric == "gloo" else work(told)
+        host_gloo(told) if options.fabric == "gloo" else work(told, Raw())
         return
     rows = {size: measure(options.fabric, size, options.kills, options.seed) for size in options.sizes}
     show(options.fabric, rows)
@@ -64,8 +64,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = command_line(__doc__, kills=(12, "kills of each size, at least"), seed=0)
-    parser.add_argument("--fabric", choices=("ulfm", "gloo"), default="ulfm")
+    parser = command_line(
+        __doc__, kills=(12, "kills of each size, at least"), seed=0, fabric=("ulfm", None, ("ulfm", "gloo"))
+    )
     parser.add_argument("--sizes", type=listed(int), default=list(SIZES))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -151,10 +152,10 @@ def show(fabric: str, rows: dict[int, list[Row]]) -> None:
     first = statistics.median(row["whole"] for row in next(iter(rows.values())))
     lines = []
     for size, got in rows.items():
-        medians = [f"{statistics.median(row[part] for row in got):.1f}" for part in PARTS]
-        whole = spread([row["whole"] for row in got])
-        around = [f"{whole['p10']:.1f}", f"{whole['p90']:.1f}", f"{whole['max']:.1f}"]
-        lines.append([str(size), str(len(got)), *medians, *around, f"{whole['p50'] / first:.1f}"])
+        medians = [cells([row[part] for row in got], 1, keys=["p50"])[0] for part in PARTS]
+        whole = [row["whole"] for row in got]
+        around = cells(whole, 1, keys=("p10", "p90", "max"))
+        lines.append([str(size), str(len(got)), *medians, *around, f"{statistics.median(whole) / first:.1f}"])
     head = ["processes", "kills", *PARTS, "p10", "p90", "max", f"times that at {next(iter(rows))}"]
     print(
         table(f"Recovery by size, {fabric}: {os.cpu_count()} cores; medians, ms (p10 to max of the whole)", head, lines)
@@ -165,83 +166,122 @@ def show(fabric: str, rows: dict[int, list[Row]]) -> None:
 # The processes of a job
 
 
-def work(told: dict[str, Any]) -> None:
-    """All-reduce vectors, die when it is time, recover when another process died, record the times."""
-    import mpi4py
+class Raw:
+    """Open MPI alone, and the sequence of Holdfast over it."""
 
-    mpi4py.rc.finalize = False  # survivors never leave through MPI_Finalize
-    from mpi4py import MPI
+    def __init__(self) -> None:
+        import mpi4py
 
-    comm = MPI.COMM_WORLD.Dup()
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    me, size, folder = comm.rank, comm.size, Path(told["folder"])
-    rng = random.Random(told["seed"] + me)
-    marks: list[dict[str, Any]] = []
-    completed, die_s, members = 0, 0.0, list(range(size))
-    while True:
-        if len(marks) == len(told["victims"]):
-            leave(comm, folder / f"{me}.json", marks)
-        if told["victims"][len(marks)] == me:
+        mpi4py.rc.finalize = False  # survivors never leave through MPI_Finalize
+        from mpi4py import MPI
+
+        self.failure = MPI.Exception
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._return = MPI.ERRORS_RETURN
+        self.rank, self._size = self._comm.rank, self._comm.size
+        self.members = list(range(self._size))
+
+    def small_sum(self) -> None:
+        """All-reduce a small vector, and check that no contribution is missing."""
+        import numpy as np
+
+        ones, result = np.ones(ELEMENTS), np.empty(ELEMENTS)
+        self._comm.Allreduce(ones, result)
+        if not (result == self._comm.size).all():
+            raise RuntimeError(f"an all-reduce over {self._comm.size} processes gave {result.min()} to {result.max()}")
+
+    def hear(self) -> None:
+        """R1: every survivor is notified."""
+        self._comm.Revoke()
+        self.agree(False)
+
+    def rebuild(self, completed: int) -> tuple[bool, list[int]]:
+        """R2 to R4; return whether all agree, and the completed all-reduces of each survivor."""
+        import numpy as np
+
+        self._comm = self._comm.Shrink()
+        self._comm.Set_errhandler(self._return)
+        fenced = self.agree(True)
+        mine, slots = np.zeros((self._size, 2), dtype=np.int64), np.empty((self._size, 2), dtype=np.int64)
+        mine[self.rank] = (1, completed)
+        self._comm.Allreduce(mine, slots)
+        agreed = self.agree(True) and fenced
+        self.members = [rank for rank in range(self._size) if slots[rank, 0]]
+        return agreed, slots[self.members, 1].tolist()
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether all flags are true and no process was found dead."""
+        try:
+            return bool(self._comm.Agree(int(flag)) == 1)
+        except self.failure:
+            return False
+
+
+class OverGloo:
+    """Holdfast's communicator over Gloo, and the same sequence with it."""
+
+    def __init__(self, comm: Any) -> None:
+        from holdfast.errors import PeerFailed
+
+        self._comm, self.failure, self.rank, self.agree = comm, PeerFailed, comm.local_ranks[0], comm.agree
+
+    @property
+    def members(self) -> list[int]:
+        """The living."""
+        return list(self._comm.members)
+
+    def small_sum(self) -> None:
+        """All-reduce a small vector, and check the result."""
+        highest, lowest = self._comm.maximum([self.rank, -self.rank])
+        if (highest, -lowest) != (self.members[-1], self.members[0]):
+            raise RuntimeError(f"an all-reduce over {self.members} gave {highest} and {-lowest}")
+
+    def hear(self) -> None:
+        """R1: every survivor is notified."""
+        self._comm.revoke()
+        self.agree(False)
+
+    def rebuild(self, completed: int) -> tuple[bool, list[int]]:
+        """R2 to R4; return whether all agree, and the completed all-reduces of each survivor."""
+        from holdfast.recovery.messages import Progress
+
+        self._comm.shrink()
+        fenced = self._comm.has_atomic_shrink or self.agree(True)
+        shared = self._comm.share_progress(Progress(completed, False))
+        return self.agree(True) and fenced, [each.completed for each in shared.values()]
+
+
+def work(told: dict[str, Any], comm: Raw | OverGloo) -> None:
+    """All-reduce vectors, die when it is time, recover when another process died, record the times.
+
+    One process is killed at a time, so a failure in a recovery is an error of the benchmark and ends it.
+    """
+    rng, marks, completed, die_s = random.Random(told["seed"] + comm.rank), [], 0, 0.0
+    while len(marks) < len(told["victims"]):
+        if told["victims"][len(marks)] == comm.rank:
             die_s = die_s or time.monotonic() + CALM_S + 0.1 * rng.random()
             if time.monotonic() > die_s:
-                die(folder, me, marks)
+                die(Path(told["folder"]), comm.rank, marks)
         try:
-            small_sum(comm)
+            comm.small_sum()
             completed += 1
-        except MPI.Exception:
-            mark = {"seen_s": time.monotonic()}
-            comm, alive, completed = recover(comm, me, size, completed, mark)
-            small_sum(comm)
-            mark["summed_s"] = time.monotonic()
-            marks.append(mark | {"lost": sorted(set(members) - set(alive))})
-            members = alive
-
-
-def small_sum(comm: Any) -> None:
-    """All-reduce a small vector, and check that no contribution is missing."""
-    import numpy as np
-
-    ones, result = np.ones(ELEMENTS), np.empty(ELEMENTS)
-    comm.Allreduce(ones, result)
-    if not (result == comm.size).all():
-        raise RuntimeError(f"an all-reduce over {comm.size} processes gave {result.min()} to {result.max()}")
-
-
-def recover(comm: Any, me: int, size: int, completed: int, mark: dict[str, Any]) -> tuple[Any, list[int], int]:
-    """Carry out R1 to R4; return the new communicator, its members, and the number of completed all-reduces.
-
-    One process is killed at a time, so a failure in here is an error of the benchmark and ends it.
-    """
-    import numpy as np
-    from mpi4py import MPI
-
-    comm.Revoke()
-    agree(comm, 0)
-    mark["heard_s"] = time.monotonic()
-    comm = comm.Shrink()
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    fenced = agree(comm, 1)
-    mine, slots = np.zeros((size, 2), dtype=np.int64), np.empty((size, 2), dtype=np.int64)
-    mine[me] = (1, completed)
-    comm.Allreduce(mine, slots)
-    if not (agree(comm, 1) and fenced):
-        raise RuntimeError("a second process was lost during recovery")
-    mark["decided_s"] = time.monotonic()
-    alive = [rank for rank in range(size) if slots[rank, 0]]
-    progress = slots[alive, 1]
-    if progress.max() - progress.min() > 1:
-        raise RuntimeError(f"survivors are more than one all-reduce apart: {progress.tolist()}")
-    return comm, alive, int(progress.max())
-
-
-def agree(comm: Any, flag: int) -> bool:
-    """Return whether all flags are 1 and no process was found dead."""
-    from mpi4py import MPI
-
-    try:
-        return comm.Agree(flag) == 1
-    except MPI.Exception:
-        return False
+        except comm.failure:
+            before, mark = comm.members, {"seen_s": time.monotonic()}
+            comm.hear()
+            mark["heard_s"] = time.monotonic()
+            agreed, progress = comm.rebuild(completed)
+            mark["decided_s"] = time.monotonic()
+            if not agreed or max(progress) - min(progress) > 1:
+                raise RuntimeError(f"a second process was lost, or survivors are apart: {progress}") from None
+            completed = max(progress)
+            comm.small_sum()
+            marks.append(mark | {"summed_s": time.monotonic(), "lost": sorted(set(before) - set(comm.members))})
+    comm.agree(True)
+    draft = Path(told["folder"], f"{comm.rank}.draft")  # complete, or not at all
+    draft.write_text(json.dumps(marks))
+    draft.replace(draft.with_suffix(".json"))
+    os._exit(0)
 
 
 def die(folder: Path, me: int, marks: list[dict[str, Any]]) -> None:
@@ -249,19 +289,6 @@ def die(folder: Path, me: int, marks: list[dict[str, Any]]) -> None:
     (folder / f"{me}.until-death").write_text(json.dumps(marks))
     (folder / f"{me}.kill").write_text(repr(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave(comm: Any, path: Path, marks: list[dict[str, Any]]) -> None:
-    """Write the results atomically, and end once all survivors are here."""
-    agree(comm, 1)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(marks))
-    draft.replace(path)
-    os._exit(0)
-
-
-# ---------------------------------------------------------------------------------------------
-# The same over Gloo
 
 
 def host_gloo(told: dict[str, Any]) -> None:
@@ -276,11 +303,8 @@ def host_gloo(told: dict[str, Any]) -> None:
             for rank in range(told["size"]):
                 if not (pid := os.fork()):
                     hub.forget()
-                    work_gloo(
-                        told,
-                        rank,
-                        C10dCommunicator(HubStore(hub.address, "benchmark", "job"), rank, range(told["size"])),
-                    )
+                    store = HubStore(hub.address, "benchmark", "job")
+                    work(told, OverGloo(C10dCommunicator(store, rank, range(told["size"]))))
                 living[pid] = rank
             store = HubStore(hub.address, "benchmark", "job")
             while living:
@@ -289,50 +313,6 @@ def host_gloo(told: dict[str, Any]) -> None:
         finally:
             for pid in living:
                 os.kill(pid, signal.SIGKILL)
-
-
-def work_gloo(told: dict[str, Any], me: int, comm: Any) -> None:
-    """As :func:`work`; recovery is that of :mod:`holdfast.recovery`, with the real communicator."""
-    from holdfast.errors import PeerFailed
-    from holdfast.recovery.messages import Progress
-
-    rng = random.Random(told["seed"] + me)
-    marks: list[dict[str, Any]] = []
-    completed, die_s = 0, 0.0
-    while len(marks) < len(told["victims"]):
-        if told["victims"][len(marks)] == me:
-            die_s = die_s or time.monotonic() + CALM_S + 0.1 * rng.random()
-            if time.monotonic() > die_s:
-                die(Path(told["folder"]), me, marks)
-        try:
-            maximum(comm)
-            completed += 1
-        except PeerFailed:
-            before, mark = comm.members, {"seen_s": time.monotonic()}
-            comm.revoke()
-            comm.agree(False)
-            mark["heard_s"] = time.monotonic()
-            comm.shrink()
-            fenced = comm.has_atomic_shrink or comm.agree(True)
-            progress = [each.completed for each in comm.share_progress(Progress(completed, False)).values()]
-            if not (comm.agree(True) and fenced) or max(progress) - min(progress) > 1:
-                raise RuntimeError(f"a second process was lost, or survivors are apart: {progress}") from None
-            mark["decided_s"] = time.monotonic()
-            completed = max(progress)
-            maximum(comm)
-            marks.append(mark | {"summed_s": time.monotonic(), "lost": sorted(set(before) - set(comm.members))})
-    comm.agree(True)
-    draft = Path(told["folder"], f"{me}.draft")
-    draft.write_text(json.dumps(marks))
-    draft.replace(draft.with_suffix(".json"))
-    os._exit(0)
-
-
-def maximum(comm: Any) -> None:
-    """All-reduce a small vector, and check the result."""
-    highest, lowest = comm.maximum([comm.local_ranks[0], -comm.local_ranks[0]])
-    if (highest, -lowest) != (comm.members[-1], comm.members[0]):
-        raise RuntimeError(f"an all-reduce over {comm.members} gave {highest} and {-lowest}")
 
 
 if __name__ == "__main__":
