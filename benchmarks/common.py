@@ -91,6 +91,13 @@ def cells(
     return [f"{scale * found[key]:.{digits}f}" for key in keys]
 
 
+def mean_interval(values: Sequence[float], draws: int = 1000, seed: int = 0) -> tuple[float, float, float]:
+    """Return the mean, and its 95 % interval by bootstrap."""
+    rng = random.Random(seed)
+    drawn = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(draws))
+    return statistics.fmean(values), drawn[draws // 40], drawn[-draws // 40 - 1]
+
+
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table that is also aligned on a terminal."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -197,6 +204,12 @@ def take_turns(
     return found
 
 
+def told(name: str, row: Any) -> Any:
+    """Print the result of one job while others follow, and return it."""
+    print(f"{name}: {row}", file=sys.stderr)
+    return row
+
+
 def turned(systems: Sequence[Any], number: int) -> list[Any]:
     """Return the systems in the order of a round: each round begins with the next one."""
     shift = number % max(1, len(systems))
@@ -214,6 +227,15 @@ def processor_s() -> float:
     """Return the processor time of this process so far, and of the children that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def pss_bytes(pid: int | str = "self") -> int:
+    """Return the memory of a process, of each page its share; 0 if it has ended."""
+    try:
+        lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def free_port() -> int:

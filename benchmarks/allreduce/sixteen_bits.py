@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from common import command_line, table, write_json
+from common import command_line, mean_interval, table, write_json
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -66,13 +64,6 @@ def train(order: str, seed: int, options: argparse.Namespace) -> dict[str, float
     return {"loss": loss, "accuracy": right, "train_loss": session.metrics["loss"]}
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean, and its 95 % interval by bootstrap."""
-    rng = random.Random(0)
-    drawn = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(2000))
-    return statistics.fmean(values), drawn[50], drawn[1949]
-
-
 def main() -> None:
     """Train, and print the differences."""
     options = command_line(__doc__, seeds=10, epochs=6, workers=4).parse_args()
@@ -84,7 +75,7 @@ def main() -> None:
     for order, base in (("fold-bf16", "fold"), ("tree-bf16-2", "tree"), ("tree", "fold")):
         for what in ("loss", "accuracy", "train_loss"):
             each = [a[what] - b[what] for a, b in zip(found[order], found[base], strict=True)]
-            mean, low, high = differences[f"{order} - {base}: {what}"] = interval(each)
+            mean, low, high = differences[f"{order} - {base}: {what}"] = mean_interval(each, 2000)
             usual = [one[what] for one in found[base]]
             cells: list[Any] = [f"{order} - {base}", what, f"{statistics.fmean(usual):.4f}"]
             spread = statistics.stdev(usual) if len(usual) > 1 else math.nan

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import shutil
-import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.page_cache import evict
-from common import PEERS_PYTHON, table
+from common import PEERS_PYTHON, mean_interval, table
 from peers.store_worker import Elsewhere
 from peers.stores import PEERS
 
@@ -45,7 +43,8 @@ def measure_ranks(stores: Sequence[str], options: argparse.Namespace, folder: Pa
         results[name] = {key: [each[key] for each in rounds] for key in rounds[0]}
     heads = ["store", "write, s", "write, GB/s a rank", "cold read, s", "read, GB/s a rank"]
     keys = ("write_s", "write_gb_per_s", "read_s", "read_gb_per_s")
-    rows = [[name, *(mean_of(found[key]) for key in keys)] for name, found in results.items()]
+    shown = "{:.3f} ({:.3f}-{:.3f})"
+    rows = [[name, *(shown.format(*mean_interval(found[key])) for key in keys)] for name, found in results.items()]
     title = f"{options.ranks} ranks, {share / 1e9:.3f} GB each: slowest rank of each round, mean of {options.rounds}"
     print("\n" + table(title, heads, rows), end="\n\n", flush=True)
     return results
@@ -74,10 +73,3 @@ def _round_of_ranks(name: str, ranks: Sequence[Elsewhere], folder: Path, share_b
         "read_s": max(reads),
         "read_gb_per_s": min(1e-9 * share_bytes / taken_s for taken_s in reads),
     }
-
-
-def mean_of(values: Sequence[float], seed: int = 0) -> str:
-    """Return the mean with a 95 % interval by bootstrap."""
-    rng = random.Random(seed)
-    drawn = sorted(statistics.mean(rng.choices(values, k=len(values))) for _ in range(1000))
-    return f"{statistics.mean(values):.3f} ({drawn[25]:.3f}-{drawn[974]:.3f})"

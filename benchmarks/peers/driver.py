@@ -20,6 +20,8 @@ from typing import Any, Self
 import numpy as np
 from common import PEERS_PYTHON, PYTHONS, environment, free_port
 
+from holdfast.launch.supervise.processes import children_of, value_of
+
 HERE = Path(__file__).parent
 POLL_S = 0.01
 WAIT_S = 120.0
@@ -277,7 +279,7 @@ class Torchrun(Job):
     def alive(self) -> dict[int, int]:
         """Return the process IDs of living workers by rank."""
         agent = -1 if self._agent is None else self._agent.pid
-        return {int(rank): pid for pid in children(agent) if (rank := variable(pid, "RANK"))}
+        return {int(rank): pid for pid in children_of(agent) if (rank := value_of(pid, "RANK"))}
 
     def killed(self) -> int:
         """Return how many were sent a SIGKILL and have ended.
@@ -309,25 +311,6 @@ def is_running(pid: int, script: str) -> bool:
         return script in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False
-
-
-def children(parent: int) -> list[int]:
-    """Return the IDs of the processes that ``parent`` started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
-            found += [int(path.parent.name)] if int(ppid) == parent and state != "Z" else []
-    return found
-
-
-def variable(pid: int, name: str) -> str:
-    """Return the value of an environment variable of the process, "" if unset."""
-    with contextlib.suppress(OSError):
-        for word in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
-            if word.startswith(f"{name}="):
-                return word.partition("=")[2]
-    return ""
 
 
 def digits() -> dict[str, np.ndarray]:

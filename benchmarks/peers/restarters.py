@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 from common import PYTHONS, free_port
-from peers.driver import HERE, Job, children, is_running
+from peers.driver import HERE, Job, is_running
+
+from holdfast.launch.supervise.processes import descendants_of
 
 STOP_S = 10.0
 
@@ -161,7 +163,7 @@ class RayTrain(Job):
         """End the script and the cluster that it started."""
         if self._driver is None:
             return
-        cluster = _below(self._driver.pid)
+        cluster = [process.pid for process in descendants_of(self._driver.pid)]
         self._driver.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._driver.wait(STOP_S)
@@ -172,12 +174,6 @@ class RayTrain(Job):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)  # so that the folder is no longer written to
-
-
-def _below(parent: int) -> list[int]:
-    """Return all descendants of a process."""
-    found = children(parent)
-    return found + [pid for child in found for pid in _below(child)]
 
 
 def _command(pid: int) -> str:

@@ -42,7 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from common import check_names, command_line, listed, measure_each, spread, table, timed, write_json
+from common import check_names, command_line, listed, measure_each, spread, table, timed, told, write_json
 from peers.driver import Line, Torchft, commits, installed
 
 Row = dict[str, float]
@@ -103,12 +103,6 @@ def parse() -> argparse.Namespace:
     check_names(parser, "--kinds", options.kinds, KINDS)
     options.kinds = installed(options.kinds)
     return options
-
-
-def told(kind: str, row: Row) -> Row:
-    """Print the result of one job."""
-    print(f"{kind}: {row}", file=sys.stderr)
-    return row
 
 
 def run_once(kind: str, workers: int, megabytes: float, seed: int) -> Row:

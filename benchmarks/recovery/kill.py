@@ -57,6 +57,7 @@ from common import (
     ratio,
     spread,
     table,
+    told,
     write_json,
 )
 from peers.driver import Job, Line, Torchft, Torchrun, commits, installed
@@ -152,12 +153,6 @@ def draw(seed: int, workers: int, kills: int) -> list[dict[str, Any]]:
     phases = [PHASES[number % len(PHASES)] for number in range(kills)]
     rng.shuffle(phases)
     return [{"rank": rng.randrange(workers), "step": rng.randrange(20, 60), "phase": phase} for phase in phases]
-
-
-def told(system: str, row: Row) -> Row:
-    """Print the cost of one kill."""
-    print(f"{system}: {row}", file=sys.stderr)
-    return row
 
 
 def as_row(

@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -38,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from common import command_line, environment, table, write_json
+from common import command_line, environment, pss_bytes, table, write_json
 from torch import nn
 
 SYSTEMS = ("ddp", "ddp-views", "shared", "messages")
@@ -56,13 +55,6 @@ def make_model() -> nn.Sequential:
 
 # ---------------------------------------------------------------------------------------------
 # The workers
-
-
-def pss_bytes() -> int:
-    """Return the proportional set size of this process."""
-    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
 
 
 def train_plainly(slices: int, data: torch.Tensor, system: str) -> dict[str, float]:
