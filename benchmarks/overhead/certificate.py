@@ -25,10 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from models import JOBS, make_model
+from models import make_model, mean_loss, optimizer_of
 from overhead.turns import by_slices, make_parser, run_jobs, show_turns, steps_of, train, train_in_turns
-from step.split import MICRO_BATCHES, loss, stages_of
+from step.split import MICRO_BATCHES, stages_of
 
 import holdfast
 from holdfast.comm import Communicator
@@ -63,15 +62,11 @@ def train_one(options: argparse.Namespace, variant: str, name: str, comm: Commun
 
 def train_split(kind: str, name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
     """Train as :func:`~turns.train` does, in shards, or one stage a worker."""
-    model = make_model(name)
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=JOBS[name].learning_rate, momentum=0.9)
-
+    model, optimizer = make_model(name), optimizer_of(name)
     if kind == "sharded":
         session = holdfast.Session(holdfast.Sharded(model), optimizer, comm=comm, **settings)
         return steps_of(session, name, comm, by_slices(model))
-    pipeline = holdfast.Pipeline(stages_of(model, len(comm.members)), loss)
+    pipeline = holdfast.Pipeline(stages_of(model, len(comm.members)), mean_loss)
     session = holdfast.Session(pipeline, optimizer, comm=comm, slices=MICRO_BATCHES, **settings)
     return steps_of(session, name, comm, methodcaller("compute"))
 

@@ -23,9 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.nn.functional as F
 from common import cells, command_line, take_turns, times, write_json
-from models import JOBS, make_model
+from models import JOBS, make_model, mean_loss
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -82,11 +81,6 @@ class Training:
     def close(self) -> None:
         """End the session before the end of training."""
         self._steps.close()
-
-
-def mean_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of a slice."""
-    return F.cross_entropy(output.flatten(0, -2), y.flatten())
 
 
 def model_of(name: str) -> nn.Module:

@@ -24,16 +24,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import command_line, write_json
-from models import CONTEXT, JOBS, Transformer, loss_of, make_model
-from step.step_time import Contender, Race, Turns, any_failed, run_race
+from models import CONTEXT, Transformer, loss_of, mean_loss
+from step.step_time import Contender, Race, Training, Turns, any_failed, run_race
 from torch import nn
-from torch.nn import functional as F
 
 PAIRS = {"sharded": ("fsdp2-gloo", "holdfast-sharded"), "pipeline": ("gpipe-gloo", "holdfast-pipeline")}
 """By kind: the baseline, and Holdfast."""
@@ -77,51 +75,15 @@ def stages_of(model: nn.Module, count: int) -> list[nn.Module]:
     return [nn.Sequential(*itertools.chain(*units[a:b])) for a, b in itertools.pairwise(ends)]
 
 
-def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss over a micro-batch."""
-    return F.cross_entropy(output.flatten(0, -2), y.flatten())
-
-
-class Training:
-    """The model and data that both systems train.
-
-    Args:
-        name: Name of the model.
-        workers: Number of workers.
-        text: Path of a text, for the transformer.
-    """
-
-    def __init__(self, name: str, workers: int, text: Path | None) -> None:
-        self.job = JOBS[name]
-        self.workers = workers
-        self.batch_size = workers * self.job.samples
-        self.dataset = self.job.data(16 * self.batch_size, text)
-        self.model = make_model(name)
-        self.start = sample(self.model.parameters())
-
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """Return the optimizer for some parameters."""
-        return torch.optim.SGD(parameters, lr=self.job.learning_rate, momentum=0.9)
-
-    def batches(self, turns: Turns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the mini-batches of all workers together; as in a session, the last one is asked to stop."""
-        step, goes_on = 0, True
-        while goes_on:
-            goes_on = turns.again()
-            at = step * self.batch_size % len(self.dataset)
-            x, y = (tensor[at : at + self.batch_size] for tensor in self.dataset.tensors)
-            yield x, y
-            step += 1
-
-    def moved(self, parameters: Any) -> list[float]:
-        """Return how far training has moved a few values of each parameter of the whole model."""
-        return [after - before for after, before in zip(sample(parameters), self.start, strict=True)]
-
-
-def sample(parameters: Any) -> list[float]:
-    """Return a few values of each parameter, in order."""
-    flat = [parameter.detach().flatten() for parameter in parameters]
-    return [value for one in flat for value in one[:: max(1, len(one) // 16)].tolist()]
+def batches(training: Training, turns: Turns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the mini-batches of all workers together; as in a session, the last one is asked to stop."""
+    step, goes_on, size = 0, True, training.batch_size
+    while goes_on:
+        goes_on = turns.again()
+        at = step * size % len(training.dataset)
+        x, y = (tensor[at : at + size] for tensor in training.dataset.tensors)
+        yield x, y
+        step += 1
 
 
 def work(system: str, name: str, workers: int, text: Path | None) -> None:
@@ -145,8 +107,8 @@ def work_fsdp2(training: Training, turns: Turns) -> list[float]:
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer, samples = training.optimizer(model.parameters()), training.job.samples
-    for x, y in training.batches(turns):
+    optimizer, samples = training.make_optimizer(model.parameters()), training.job.samples
+    for x, y in batches(training, turns):
         mine = slice(dist.get_rank() * samples, (dist.get_rank() + 1) * samples)
         optimizer.zero_grad()
         loss_of(model, x[mine], y[mine]).backward()
@@ -165,9 +127,9 @@ def work_gpipe(training: Training, turns: Turns) -> list[float]:
     rank, last = dist.get_rank(), training.workers - 1
     stages = stages_of(training.model, training.workers)
     stage = PipelineStage(stages[rank], rank, len(stages), torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss)
-    optimizer = training.optimizer(stages[rank].parameters())
-    for x, y in training.batches(turns):
+    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=mean_loss)
+    optimizer = training.make_optimizer(stages[rank].parameters())
+    for x, y in batches(training, turns):
         optimizer.zero_grad()
         inputs = (x,) if rank == 0 else ()
         schedule.step(*inputs, **({"target": y} if rank == last else {}))
@@ -176,7 +138,7 @@ def work_gpipe(training: Training, turns: Turns) -> list[float]:
         for parameter in one.parameters():
             dist.broadcast(parameter.detach(), number)
     dist.destroy_process_group()
-    return training.moved(training.model.parameters())
+    return training.moved()
 
 
 def work_sharded(training: Training, turns: Turns) -> list[float]:
@@ -184,21 +146,21 @@ def work_sharded(training: Training, turns: Turns) -> list[float]:
     import holdfast
 
     model = training.model
-    session = holdfast.Session(holdfast.Sharded(model), training.optimizer)
+    session = holdfast.Session(holdfast.Sharded(model), training.make_optimizer)
     for step in session.steps(training.dataset, training.batch_size, epochs=100_000, shuffle=False):
         if not turns.again():
             step.stop()
         for x, y in step:
             step.backward(loss_of(model, x, y))
-    return training.moved(model.parameters())
+    return training.moved()
 
 
 def work_pipeline(training: Training, turns: Turns) -> list[float]:
     """Train with a session of a pipeline."""
     import holdfast
 
-    model = holdfast.Pipeline(stages_of(training.model, training.workers), loss)
-    session = holdfast.Session(model, training.optimizer, slices=MICRO_BATCHES)
+    model = holdfast.Pipeline(stages_of(training.model, training.workers), mean_loss)
+    session = holdfast.Session(model, training.make_optimizer, slices=MICRO_BATCHES)
     for step in session.steps(training.dataset, training.batch_size, epochs=100_000, shuffle=False):
         if not turns.again():
             step.stop()
@@ -206,7 +168,7 @@ def work_pipeline(training: Training, turns: Turns) -> list[float]:
     assert model.module is not None
     for mine, trained in zip(stages_of(training.model, training.workers), model.module, strict=True):
         mine.load_state_dict(trained.state_dict())
-    return training.moved(training.model.parameters())
+    return training.moved()
 
 
 WORK: dict[str, Callable[[Training, Turns], list[float]]] = {

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -48,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common import PEERS_PYTHON, command_line, free_port, interval, ratio, spread, table, turned, write_json
-from models import JOBS, loss_of, make_model, make_optimizer
+from models import JOBS, loss_of, make_model, mean_loss, optimizer_of
 
 SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-prepare", "holdfast-ddp", "torchft")
 SLICED = ("ddp-accumulate", "holdfast-slices")
@@ -110,11 +111,16 @@ class Training:
 
     def __init__(self, name: str, workers: int, text: Path | None) -> None:
         self.job = JOBS[name]
-        self.workers = workers
-        self.dataset = self.job.data(16 * workers * self.job.samples, text)
+        self.workers, self.batch_size = workers, workers * self.job.samples
+        self.dataset = self.job.data(16 * self.batch_size, text)
         self.model = make_model(name)
-        self.optimizer = make_optimizer(name, self.model)
-        self._start = self._sample()
+        self.make_optimizer = optimizer_of(name)
+        self._start = sample(self.model.parameters())
+
+    @functools.cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the whole model."""
+        return self.make_optimizer(self.model.parameters())
 
     def loop(
         self,
@@ -136,13 +142,15 @@ class Training:
             optimizer.step()
             step += 1
 
-    def moved(self) -> list[float]:
-        """Return how far training has moved a few values of each parameter."""
-        return [after - before for after, before in zip(self._sample(), self._start, strict=True)]
+    def moved(self, parameters: Any = None) -> list[float]:
+        """Return how far training has moved a few values of each parameter; of a split model, ``parameters`` are whole."""
+        return [b - a for b, a in zip(sample(parameters or self.model.parameters()), self._start, strict=True)]
 
-    def _sample(self) -> list[float]:
-        parameters = [parameter.detach().flatten() for parameter in self.model.parameters()]
-        return [value for flat in parameters for value in flat[:: max(1, len(flat) // 16)].tolist()]
+
+def sample(parameters: Any) -> list[float]:
+    """Return a few values of each parameter, in order."""
+    flat = [parameter.detach().flatten() for parameter in parameters]
+    return [value for one in flat for value in one[:: max(1, len(one) // 16)].tolist()]
 
 
 def work(system: str, name: str, workers: int, text: Path | None) -> None:
@@ -207,20 +215,14 @@ def work_accumulate(training: Training, turns: Turns) -> None:
 
 def work_slices(training: Training, turns: Turns) -> None:
     """Train with a session whose mini-batch is cut into slices."""
-    import torch.nn.functional as F
-
     import holdfast
-
-    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output.flatten(0, -2), y.flatten())
 
     model = training.model
     session = holdfast.Session(model, training.optimizer, slices=int(os.environ["BENCHMARK_SLICES"]))
-    batch_size = training.job.samples * training.workers
-    for step in session.steps(training.dataset, batch_size, epochs=100_000, shuffle=False):
+    for step in session.steps(training.dataset, training.batch_size, epochs=100_000, shuffle=False):
         if not turns.again():
             step.stop()
-        step.compute(model, loss)
+        step.compute(model, mean_loss)
 
 
 def work_holdfast(training: Training, turns: Turns) -> None:
@@ -229,8 +231,7 @@ def work_holdfast(training: Training, turns: Turns) -> None:
 
     model = training.model
     session = holdfast.Session(model, training.optimizer)
-    batch_size = training.job.samples * training.workers
-    for step in session.steps(training.dataset, batch_size, epochs=100_000, shuffle=False):
+    for step in session.steps(training.dataset, training.batch_size, epochs=100_000, shuffle=False):
         if not turns.again():
             step.stop()
         for x, y in step:
@@ -243,7 +244,7 @@ def work_prepare(training: Training, turns: Turns) -> None:
 
     import holdfast
 
-    loader = DataLoader(training.dataset, batch_size=training.job.samples * training.workers)
+    loader = DataLoader(training.dataset, batch_size=training.batch_size)
     model, optimizer, loader = holdfast.prepare(training.model, training.optimizer, loader)
     while not loader.stopped:
         for x, y in loader:
