@@ -158,6 +158,7 @@ def work(system: str, name: str, workers: int, text: Path | None) -> None:
     torch.set_num_threads(1)
     training = Training(name, workers, text)
     turns = Turns(training.moved)
+    slices = int(os.environ.get("BENCHMARK_SLICES", "0"))
     {
         "alone": work_alone,
         "ddp-gloo": lambda *job: work_ddp(*job, backend="gloo"),
@@ -165,8 +166,8 @@ def work(system: str, name: str, workers: int, text: Path | None) -> None:
         "holdfast-prepare": work_prepare,
         "holdfast-ddp": lambda *job: work_ddp(*job, backend="holdfast"),
         "torchft": work_torchft,
-        "ddp-accumulate": work_accumulate,
-        "holdfast-slices": work_slices,
+        "ddp-accumulate": lambda *job: work_ddp(*job, backend="gloo", slices=slices),
+        "holdfast-slices": lambda *job: work_holdfast(*job, slices=slices),
     }[system](training, turns)
     turns.tell("done")
 
@@ -176,64 +177,51 @@ def work_alone(training: Training, turns: Turns) -> None:
     training.loop(turns, int(os.environ["RANK"]), training.model, training.optimizer)
 
 
-def work_ddp(training: Training, turns: Turns, *, backend: str, rounds: bool = False) -> None:
-    """Train with DistributedDataParallel; ``rounds``: it compresses gradients to float16."""
+def work_ddp(training: Training, turns: Turns, *, backend: str, rounds: bool = False, slices: int = 0) -> None:
+    """Train with DistributedDataParallel.
+
+    Args:
+        training: Its training.
+        turns: The benchmark's instructions.
+        backend: Of torch.distributed.
+        rounds: Whether gradients are compressed to float16.
+        slices: Micro-batches of all workers; 0 for one pass of each.
+    """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     if backend == "holdfast":
         import holdfast.distributed  # noqa: F401 - registers its backend with torch
     dist.init_process_group(backend)
-    model = DistributedDataParallel(training.model)
+    model, mine = DistributedDataParallel(training.model), slices // training.workers
     if rounds:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         model.register_comm_hook(None, fp16_compress_hook)
-    training.loop(turns, dist.get_rank(), model, training.optimizer)
-    dist.destroy_process_group()
 
-
-def work_accumulate(training: Training, turns: Turns) -> None:
-    """Train with DistributedDataParallel, the worker's samples in as many micro-batches as it has slices."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(training.model)
-    mine = int(os.environ["BENCHMARK_SLICES"]) // training.workers
-
-    def backward(x: torch.Tensor, y: torch.Tensor) -> None:
-        parts = [*zip(x.chunk(mine), y.chunk(mine), strict=True)]
+    def accumulate(x: torch.Tensor, y: torch.Tensor) -> None:
+        *parts, last = zip(x.chunk(mine), y.chunk(mine), strict=True)
         with model.no_sync():
-            for part in parts[:-1]:
+            for part in parts:
                 (loss_of(model, *part) / mine).backward()
-        (loss_of(model, *parts[-1]) / mine).backward()
+        (loss_of(model, *last) / mine).backward()
 
-    training.loop(turns, dist.get_rank(), model, training.optimizer, backward)
+    training.loop(turns, dist.get_rank(), model, training.optimizer, accumulate if slices else None)
     dist.destroy_process_group()
 
 
-def work_slices(training: Training, turns: Turns) -> None:
-    """Train with a session whose mini-batch is cut into slices."""
+def work_holdfast(training: Training, turns: Turns, *, slices: int = 0) -> None:
+    """Train with a session; ``slices``: its mini-batch is cut into so many, computed by ``step.compute``."""
     import holdfast
 
     model = training.model
-    session = holdfast.Session(model, training.optimizer, slices=int(os.environ["BENCHMARK_SLICES"]))
+    session = holdfast.Session(model, training.optimizer, **({"slices": slices} if slices else {}))
     for step in session.steps(training.dataset, training.batch_size, epochs=100_000, shuffle=False):
         if not turns.again():
             step.stop()
-        step.compute(model, mean_loss)
-
-
-def work_holdfast(training: Training, turns: Turns) -> None:
-    """Train with a session."""
-    import holdfast
-
-    model = training.model
-    session = holdfast.Session(model, training.optimizer)
-    for step in session.steps(training.dataset, training.batch_size, epochs=100_000, shuffle=False):
-        if not turns.again():
-            step.stop()
+        if slices:
+            step.compute(model, mean_loss)
+            continue
         for x, y in step:
             step.backward(loss_of(model, x, y))
 
