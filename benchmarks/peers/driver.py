@@ -18,13 +18,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from common import PEERS_PYTHON, PYTHONS, environment, free_port
+from common import PEERS_PYTHON, PYTHONS, ROOT, environment, free_port
 
 from holdfast.launch.supervise.processes import children_of, value_of
 
 HERE = Path(__file__).parent
 POLL_S = 0.01
 WAIT_S = 120.0
+GLOO_TIMEOUT_S = 5.0
+CHECKPOINT_EVERY = 10
+SCRIPT = ROOT / "src" / "holdfast_lab" / "workloads" / "train.py"
+TRAINING = ("--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs")
+"""What Holdfast trains, like all peers: the digits CNN, 12 steps of 128 samples in an epoch."""
 
 Line = dict[str, Any]
 
@@ -161,13 +166,17 @@ class Job:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
 
+def tuned(join_timeout_ms: int) -> dict[str, int]:
+    """Return the options of a lighthouse with shorter timeouts than torchft's defaults."""
+    return {"heartbeat_timeout_ms": 500, "join_timeout_ms": join_timeout_ms}
+
+
 class Torchft(Job):
     """Replica groups of one worker each, and a lighthouse.
 
     Args:
         workers: Number of workers.
         options: Options of ``torchft_lighthouse``; empty for its defaults.
-        gloo_timeout_s: Timeout of the process group.
         orders: Whether workers check for orders to die.
         replace: Restart a killed replica immediately; otherwise :meth:`restore` does.
     """
@@ -179,7 +188,6 @@ class Torchft(Job):
         workers: int,
         options: Mapping[str, int],
         *,
-        gloo_timeout_s: float,
         orders: bool = True,
         replace: bool = False,
     ) -> None:
@@ -189,7 +197,7 @@ class Torchft(Job):
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._killed = 0
-        self.env |= {"NUM_REPLICA_GROUPS": str(workers), "PEER_GLOO_TIMEOUT_S": str(gloo_timeout_s)}
+        self.env |= {"NUM_REPLICA_GROUPS": str(workers), "PEER_GLOO_TIMEOUT_S": str(GLOO_TIMEOUT_S)}
 
     def start(self) -> None:
         """Start the lighthouse, then the replicas."""

@@ -36,8 +36,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import ROOT, check_names, command_line, listed, measure_each, table, write_json
-from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, installed
+from common import check_names, command_line, listed, measure_each, table, write_json
+from peers.driver import (
+    CHECKPOINT_EVERY,
+    POLL_S,
+    SCRIPT,
+    TRAINING,
+    Diaries,
+    Job,
+    Line,
+    Torchft,
+    Torchrun,
+    commits,
+    installed,
+    tuned,
+)
 
 SYSTEMS = ("holdfast", "torchft", "torchft-tuned", "torchrun")
 RESPAWN = "holdfast-respawn"
@@ -46,10 +59,6 @@ CALM_S = 8.0
 """How long to measure the rate without kills, in seconds."""
 WARM_STEPS = 30
 BATCH = 128
-HEARTBEAT_TIMEOUT_MS = 500
-GLOO_TIMEOUT_S = 5.0
-CHECKPOINT_EVERY = 10
-SCRIPT = ROOT / "src" / "holdfast_lab" / "workloads" / "train.py"
 
 Result = dict[str, Any]
 
@@ -141,9 +150,8 @@ def make_job(system: str, options: argparse.Namespace) -> Job:
         return Holdfast(options.workers, ("--fabric", "gloo", "--respawn"))
     if system == "torchrun":
         return Torchrun(options.workers, orders=False)
-    tuned = {"heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "join_timeout_ms": options.join_timeout_ms}
-    chosen = tuned if system == "torchft-tuned" else {}
-    return Torchft(options.workers, chosen, gloo_timeout_s=GLOO_TIMEOUT_S, orders=False, replace=True)
+    chosen = tuned(options.join_timeout_ms) if system == "torchft-tuned" else {}
+    return Torchft(options.workers, chosen, orders=False, replace=True)
 
 
 def tend_until(job: Job, end_s: float) -> None:
@@ -234,7 +242,7 @@ class Holdfast(Job):
         command = [
             sys.executable, "-m", "holdfast", "run", "-n", str(self.workers), "--max-restarts", "1000",
             "--checkpoint-dir", str(self.folder / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY),
-            *self._words, str(SCRIPT), "--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs", "100000",
+            *self._words, str(SCRIPT), *TRAINING, "100000",
         ]  # fmt: skip
         with self.open_log("holdfast") as log:
             env = self.env | {"TMPDIR": str(self.folder)}

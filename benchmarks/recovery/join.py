@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from common import check_names, command_line, listed, measure_each, spread, table, timed, told, write_json
-from peers.driver import Line, Torchft, commits, installed
+from peers.driver import Line, Torchft, commits, installed, tuned
 
 Row = dict[str, float]
 
@@ -54,8 +54,6 @@ STEPS_AFTER = 5
 MOST_STEPS = 100_000
 PEER = "torchft"
 KINDS = ("spare", "whole", PEER)
-TUNED = {"heartbeat_timeout_ms": 500, "join_timeout_ms": 200}
-GLOO_TIMEOUT_S = 5.0
 COPIES = 10
 
 
@@ -193,7 +191,7 @@ def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
 def join_torchft(options: argparse.Namespace) -> list[Row]:
     """Return how long each newcomer held the others."""
     rows: list[Row] = []
-    job = Torchft(options.workers, TUNED, gloo_timeout_s=GLOO_TIMEOUT_S, orders=False)
+    job = Torchft(options.workers, tuned(200), orders=False)
     job.env["PEER_STATE_BYTES"] = str(int(options.megabytes * 1e6))
     with job:
         since_s = wait_full(job, 0.0)

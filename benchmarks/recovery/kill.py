@@ -47,7 +47,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import (
-    ROOT,
     cells,
     check_names,
     command_line,
@@ -60,10 +59,9 @@ from common import (
     told,
     write_json,
 )
-from peers.driver import Job, Line, Torchft, Torchrun, commits, installed
+from peers.driver import CHECKPOINT_EVERY, SCRIPT, TRAINING, Job, Line, Torchft, Torchrun, commits, installed, tuned
 from peers.restarters import RayTrain, Reconfigure
 
-SCRIPT = ROOT / "src" / "holdfast_lab" / "workloads" / "train.py"
 PHASES = ("forward", "backward", "allreduce", "optimizer")
 STRATEGIES = ("rollback", "forward", "restart")
 FABRICS = ("ulfm", "gloo")
@@ -75,14 +73,9 @@ HOLDFAST = {
 SYSTEMS = (*HOLDFAST, "torchft", "torchft-tuned", "torchrun")
 NAMED = ("reconfigure", "ray")
 """Systems that are measured only if they are named."""
-TRAINING = ("--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs", "6")
-"""72 steps of 128 samples."""
 JOIN_TIMEOUTS_MS = (100, 200, 500, 1000, 2000)
 SWEEP_KILLS = 2
 """Kills between all-reduces, and kills in the backward pass, which leave others blocked in an all-reduce."""
-HEARTBEAT_TIMEOUT_MS = 500
-GLOO_TIMEOUT_S = 5.0
-CHECKPOINT_EVERY = 10
 STEPS_BETWEEN = 10
 """Steps that a peer trains with all workers before the next kill; up to ten more are added."""
 
@@ -142,11 +135,6 @@ def measure(system: str, options: argparse.Namespace, sweep: dict[int, list[Row]
     return kill_torchft(f"{system} {best}", options.workers, tuned(best), faults)
 
 
-def tuned(join_ms: int) -> dict[str, int]:
-    """Return the options of a lighthouse with shorter timeouts."""
-    return {"heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "join_timeout_ms": join_ms}
-
-
 def draw(seed: int, workers: int, kills: int) -> list[dict[str, Any]]:
     """Return the victims and phases; the same for every system. Each phase occurs equally often."""
     rng = random.Random(seed)
@@ -199,7 +187,7 @@ def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -
         saving = {"checkpoint_dir": folder, "checkpoint_every": CHECKPOINT_EVERY} if strategy == "restart" else {}
         plan = FaultPlan((Fault("kill", **fault),)).to_json()
         settings = Settings(fabric=fabric, workers=workers, strategy=strategy, faults=plan, **saving)
-        outcome = launch(HoldfastJob(script=SCRIPT, args=TRAINING, settings=settings))
+        outcome = launch(HoldfastJob(script=SCRIPT, args=(*TRAINING, "6"), settings=settings))
     if outcome.exit_code:
         raise RuntimeError(f"holdfast ended with {outcome.exit_code}: {outcome.message}\n{outcome.mpirun_output}")
     return holdfast_times(fault, outcome.records)
@@ -235,7 +223,7 @@ Moments = tuple[float, float, float]
 
 def kill_torchft(name: str, workers: int, options: dict[str, int], faults: Sequence[dict[str, Any]]) -> list[Row]:
     """Return a row for each kill, with a lighthouse started with ``options``."""
-    return kill_peer(name, lambda: Torchft(workers, options, gloo_timeout_s=GLOO_TIMEOUT_S), torchft_times, faults)
+    return kill_peer(name, lambda: Torchft(workers, options), torchft_times, faults)
 
 
 def kill_peer(

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from common import check_names, command_line, listed, table, write_json
-from peers.driver import WAIT_S, commits
-from recovery.goodput import CHECKPOINT_EVERY, WARM_STEPS, Holdfast, schedule, tend_until
+from peers.driver import CHECKPOINT_EVERY, WAIT_S, commits
+from recovery.goodput import WARM_STEPS, Holdfast, schedule, tend_until
 from recovery.spent import Spent, spent
 
 from holdfast.records.files import read_run
