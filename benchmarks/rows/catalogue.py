@@ -164,7 +164,7 @@ def _start_job() -> Row:
         "start", "from the command to the first step, 4 workers", "s",
         (("launch/start_job.py", "--rounds", "6"), (*imports, "7")), readers.start_job,
         {"torchrun": Peer("torchrun", settings="DDP on Gloo, --standalone")},
-        (("launch/start_job.py", "--rounds", "1", "--workers", "1"),), limit="one import of torch", limit_s=350,
+        (("launch/start_job.py", "--rounds", "1", "--workers", "2"),), limit="one import of torch", limit_s=350,
         long=(("launch/start_job.py", "--rounds", "20"), (*imports, "20")),
     )  # fmt: skip
 

@@ -106,6 +106,7 @@ def train_holdfast(slices: int, data: torch.Tensor) -> dict[str, float]:
 def work(system: str, slices: int, folder: Path) -> None:
     """Train as one worker, and leave the result in ``folder``."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # all workers have the same samples
     data = torch.randn(64, WIDTH)
     layer = nn.Linear(WIDTH, 4)
     optimizer = torch.optim.Adam(layer.parameters())
