@@ -117,7 +117,7 @@ soak: $(READY)  ## The long random campaigns of faults that a job injects into i
 	$(PY) -m pytest -m soak
 
 long-life: $(READY)  ## 100,000 steps and a death every 1,000: what grows? A quarter of an hour; FABRIC=ulfm STEPS=20000
-	$(PY) benchmarks/long_life.py --fabric $(or $(FABRIC),gloo) --steps $(or $(STEPS),100000)
+	$(PY) benchmarks/long/life.py --fabric $(or $(FABRIC),gloo) --steps $(or $(STEPS),100000)
 
 soak-20: $(READY)  ## Twenty minutes of random faults over both fabrics
 	$(PY) tests/support/soak.py --minutes 20
@@ -129,7 +129,7 @@ bench: $(READY) bench-peers  ## One table beside DDP, torchft, Ray Train, DCP, O
 	$(PY) benchmarks/table.py $(if $(ONLY),--only $(ONLY)) $(if $(LONG),--long)
 
 bench-sinks: .venv-loggers/.ready  ## What a step takes with all sinks of records on, beside none: three minutes
-	.venv-loggers/bin/python benchmarks/sinks.py
+	.venv-loggers/bin/python benchmarks/observe/sinks.py
 
 bench-peers: $(READY)  ## Create .venv-peers* with what the benchmarks compare with (safe to repeat): 9 GB, most of it torch for CUDA
 	@for name in .venv-peers .venv-peers-torch .venv-peers-ray; do \

@@ -20,6 +20,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,14 +56,24 @@ def make_model(name: str, *, seed: int = 0) -> nn.Module:
     return JOBS[name].model()
 
 
+def optimizer_of(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function that makes the optimizer used by every system, for some parameters."""
+    return lambda parameters: torch.optim.SGD(parameters, lr=JOBS[name].learning_rate, momentum=0.9)
+
+
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer used by every system."""
-    return torch.optim.SGD(model.parameters(), lr=JOBS[name].learning_rate, momentum=0.9)
+    """Return the optimizer of a model."""
+    return optimizer_of(name)(model.parameters())
+
+
+def mean_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of an output; for text, over all characters."""
+    return F.cross_entropy(output.flatten(0, -2), y.flatten())
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss over a batch; for text, over all characters."""
-    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+    """Return the mean loss over a batch."""
+    return mean_loss(model(x), y)
 
 
 # -- data

@@ -1,1 +1,1 @@
-"""The job of ``benchmarks/long_life.py``, and what is observed of it."""
+"""The job of ``benchmarks/long/life.py``, and what is observed of it."""

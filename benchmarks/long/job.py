@@ -1,10 +1,9 @@
-"""A job whose workers are killed and replaced, as ``benchmarks/long_life.py`` drives it."""
+"""A job whose workers are killed and replaced, as ``benchmarks/long/life.py`` drives it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from common import environment
 
 from holdfast.launch.control import RunningJob, request_changes
 from holdfast.launch.supervise.processes import WatchedWorker, children_of, pair_path, value_of
@@ -54,7 +55,9 @@ class LongJob:
 
     def __enter__(self) -> Self:
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, env=_environment(self._tmp), stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                self._command, env=environment(TMPDIR=str(self._tmp)), stdout=log, stderr=log
+            )
         return self
 
     def __exit__(
@@ -196,7 +199,7 @@ def reference_hash(folder: Path, steps: int, slices: int) -> str:
     """Return the sha256 of the weights after a training without failures, of one worker with all slices."""
     (folder / "tmp").mkdir(parents=True)
     command = _command(steps, 1, ["--fabric", "gloo", "--report", str(folder / "report")], slices)
-    subprocess.run(command, env=_environment(folder / "tmp"), check=True, capture_output=True)
+    subprocess.run(command, env=environment(TMPDIR=str(folder / "tmp")), check=True, capture_output=True)
     digest: str = json.loads((folder / "report" / "report.json").read_text())["replicas"]["sha256"]
     return digest
 
@@ -206,8 +209,3 @@ def _command(steps: int, workers: int, words: Sequence[str], slices: int = 0) ->
         sys.executable, "-m", "holdfast", "run", "-n", str(workers), "--slices", str(slices or workers), "--order", "fold",
         "--max-restarts", "0", "--no-page", *words, str(SCRIPT), str(steps),
     ]  # fmt: skip
-
-
-def _environment(temporary: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "OMPI_", "PMIX_"))}
-    return kept | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import pss_bytes
+
 from holdfast.launch.supervise.processes import children_of, name_of
 from holdfast.membership import Store, open_store
 from long.job import SURVIVOR, LongJob
@@ -41,15 +43,6 @@ def usage(pid: int) -> Usage | None:
         return None
 
 
-def proportional(pid: int) -> int:
-    """Return the memory of a process in bytes, of each page its share; 0 if it has ended."""
-    try:
-        lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-
-
 class Sampler:
     """Samples a job; its store is read through a client of its own.
 
@@ -74,7 +67,7 @@ class Sampler:
             if (used := usage(pid)) is not None:
                 found |= {f"{kind} {name}": getattr(used, name) for name in Usage.__slots__}
         tree = list(self._tree())
-        found |= {"all pss": sum(map(proportional, tree)), "processes": len(tree)}
+        found |= {"all pss": sum(map(pss_bytes, tree)), "processes": len(tree)}
         if self._store is not None:
             found["store keys"] = len(self._store.under(""))
         found["run files"], found["run bytes"] = _size([self._job.run_dir])

@@ -8,21 +8,28 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from common import PEERS_PYTHON
+from common import PEERS_PYTHON, PYTHONS, ROOT, environment, free_port
+
+from holdfast.launch.supervise.processes import children_of, value_of
 
 HERE = Path(__file__).parent
 POLL_S = 0.01
 WAIT_S = 120.0
+GLOO_TIMEOUT_S = 5.0
+CHECKPOINT_EVERY = 10
+SCRIPT = ROOT / "src" / "holdfast_lab" / "workloads" / "train.py"
+TRAINING = ("--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs")
+"""What Holdfast trains, like all peers: the digits CNN, 12 steps of 128 samples in an epoch."""
 
 Line = dict[str, Any]
 
@@ -74,12 +81,11 @@ class Job:
             (self.folder / name).mkdir()
         self.diaries = Diaries(self.folder / "diary")
         np.savez(self.folder / "data.npz", **digits())
-        self.env = clean_env() | {
-            "PEER_DATA": str(self.folder / "data.npz"),
-            "PEER_DIARY": str(self.folder / "diary"),
-            "PEER_ORDERS": str(self.folder / "orders") if orders else "",
-            "OMP_NUM_THREADS": "1",
-        }
+        self.env = environment(
+            PEER_DATA=str(self.folder / "data.npz"),
+            PEER_DIARY=str(self.folder / "diary"),
+            PEER_ORDERS=str(self.folder / "orders") if orders else "",
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -160,13 +166,17 @@ class Job:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
 
+def tuned(join_timeout_ms: int) -> dict[str, int]:
+    """Return the options of a lighthouse with shorter timeouts than torchft's defaults."""
+    return {"heartbeat_timeout_ms": 500, "join_timeout_ms": join_timeout_ms}
+
+
 class Torchft(Job):
     """Replica groups of one worker each, and a lighthouse.
 
     Args:
         workers: Number of workers.
         options: Options of ``torchft_lighthouse``; empty for its defaults.
-        gloo_timeout_s: Timeout of the process group.
         orders: Whether workers check for orders to die.
         replace: Restart a killed replica immediately; otherwise :meth:`restore` does.
     """
@@ -178,7 +188,6 @@ class Torchft(Job):
         workers: int,
         options: Mapping[str, int],
         *,
-        gloo_timeout_s: float,
         orders: bool = True,
         replace: bool = False,
     ) -> None:
@@ -188,7 +197,7 @@ class Torchft(Job):
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._killed = 0
-        self.env |= {"NUM_REPLICA_GROUPS": str(workers), "PEER_GLOO_TIMEOUT_S": str(gloo_timeout_s)}
+        self.env |= {"NUM_REPLICA_GROUPS": str(workers), "PEER_GLOO_TIMEOUT_S": str(GLOO_TIMEOUT_S)}
 
     def start(self) -> None:
         """Start the lighthouse, then the replicas."""
@@ -278,7 +287,7 @@ class Torchrun(Job):
     def alive(self) -> dict[int, int]:
         """Return the process IDs of living workers by rank."""
         agent = -1 if self._agent is None else self._agent.pid
-        return {int(rank): pid for pid in children(agent) if (rank := variable(pid, "RANK"))}
+        return {int(rank): pid for pid in children_of(agent) if (rank := value_of(pid, "RANK"))}
 
     def killed(self) -> int:
         """Return how many were sent a SIGKILL and have ended.
@@ -304,44 +313,12 @@ class Torchrun(Job):
                 os.kill(pid, signal.SIGKILL)
 
 
-def clean_env() -> dict[str, str]:
-    """Return the environment without variables of other jobs."""
-    stray = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_", "TORCHFT_", "PEER_", "MASTER_", "RANK", "WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if not name.startswith(stray)}
-
-
 def is_running(pid: int, script: str) -> bool:
     """Return whether the process exists and runs this script."""
     try:
         return script in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False
-
-
-def children(parent: int) -> list[int]:
-    """Return the IDs of the processes that ``parent`` started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
-            found += [int(path.parent.name)] if int(ppid) == parent and state != "Z" else []
-    return found
-
-
-def variable(pid: int, name: str) -> str:
-    """Return the value of an environment variable of the process, "" if unset."""
-    with contextlib.suppress(OSError):
-        for word in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
-            if word.startswith(f"{name}="):
-                return word.partition("=")[2]
-    return ""
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        return probe.getsockname()[1]
 
 
 def digits() -> dict[str, np.ndarray]:
@@ -360,8 +337,14 @@ def commits(lines: list[Line]) -> Iterator[Line]:
     return (line for line in lines if line["event"] == "step" and line["committed"])
 
 
-def missing() -> str:
-    """Return a one-line instruction if the peers are not installed, "" if they are."""
-    if PEERS_PYTHON.exists():
-        return ""
-    return f"the peers are not installed in {PEERS_PYTHON.parents[1].name}: run `make bench-peers`, or choose other systems with --systems"
+ENVIRONMENTS = {"torchft": "peers", "torchft-tuned": "peers", "torchrun": "peers", "reconfigure": "torch", "ray": "ray"}
+"""The environment of each system that is a peer; all others are Holdfast's."""
+
+
+def installed(systems: Sequence[str]) -> list[str]:
+    """Return the systems that can run here; say of each other one that it cannot."""
+    pythons = {system: PYTHONS[ENVIRONMENTS.get(system, "own")] for system in systems}
+    for system, python in pythons.items():
+        if not python.exists():
+            print(f"{system} needs {python.parents[1].name}, which is missing: run make bench-peers", file=sys.stderr)
+    return [system for system, python in pythons.items() if python.exists()]

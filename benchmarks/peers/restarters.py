@@ -10,11 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-from common import ROOT
-from peers.driver import HERE, Job, children, free_port, is_running
+from common import PYTHONS, free_port
+from peers.driver import HERE, Job, is_running
 
-TORCH_PYTHON = ROOT / ".venv-peers-torch" / "bin" / "python"
-RAY_PYTHON = ROOT / ".venv-peers-ray" / "bin" / "python"
+from holdfast.launch.supervise.processes import descendants_of
+
 STOP_S = 10.0
 
 
@@ -47,7 +47,7 @@ class Reconfigure(Job):
     def _run(self, rank: str) -> subprocess.Popen[bytes]:
         with self.open_log(f"worker-{rank}") as log:
             return subprocess.Popen(
-                [str(TORCH_PYTHON), str(HERE / "reconfigure_worker.py")], env=self.env | {"PEER_RANK": rank},
+                [str(PYTHONS["torch"]), str(HERE / "reconfigure_worker.py")], env=self.env | {"PEER_RANK": rank},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
 
@@ -141,7 +141,7 @@ class RayTrain(Job):
         """Start the script that starts the cluster and the training."""
         with self.open_log("ray") as log:
             self._driver = subprocess.Popen(
-                [str(RAY_PYTHON), str(HERE / "ray_driver.py"), str(self.workers), str(self.folder / "ray")],
+                [str(PYTHONS["ray"]), str(HERE / "ray_driver.py"), str(self.workers), str(self.folder / "ray")],
                 env=self.env, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -163,7 +163,7 @@ class RayTrain(Job):
         """End the script and the cluster that it started."""
         if self._driver is None:
             return
-        cluster = _below(self._driver.pid)
+        cluster = [process.pid for process in descendants_of(self._driver.pid)]
         self._driver.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._driver.wait(STOP_S)
@@ -176,20 +176,8 @@ class RayTrain(Job):
         time.sleep(0.2)  # so that the folder is no longer written to
 
 
-def _below(parent: int) -> list[int]:
-    """Return all descendants of a process."""
-    found = children(parent)
-    return found + [pid for child in found for pid in _below(child)]
-
-
 def _command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
-
-
-def why_missing(system: str) -> str:
-    """Return why a system cannot run, in one line; "" if it can."""
-    python = {"reconfigure": TORCH_PYTHON, "ray": RAY_PYTHON}[system]
-    return "" if python.exists() else f"{system}: {python.parents[1].name} is missing: run make bench-peers"

@@ -1,4 +1,4 @@
-"""Ways to store a training state, behind one interface, for ``benchmarks/checkpoint.py``.
+"""Ways to store a training state, behind one interface, for ``benchmarks/checkpoint/save_load.py``.
 
 A state is a flat dict of tensors. Every store saves durably: it returns when the files are synced. Libraries are
 imported on use, so that this module can also be imported in the environment of the peers.

@@ -27,7 +27,7 @@ WHY = {
 
 def _sum(numbers: int, rounds: int) -> tuple[tuple[str, ...], ...]:
     ways = ("--ways", "gloo", "openmpi", "shared", "memcpy")
-    return (("sum.py", *TWO, "--numbers", str(numbers), *ways, "--rounds", str(rounds)),)
+    return (("allreduce/sum.py", *TWO, "--numbers", str(numbers), *ways, "--rounds", str(rounds)),)
 
 
 def _all_reduce(name: str, numbers: int) -> Row:
@@ -40,7 +40,7 @@ def _all_reduce(name: str, numbers: int) -> Row:
 
 
 def _step(name: str, model: str, what: str, limit_s: float) -> Row:
-    start = ("step_time.py", "--models", model, *TWO, *STEP_SYSTEMS)
+    start = ("step/step_time.py", "--models", model, *TWO, *STEP_SYSTEMS)
     return Row(
         name, f"step of {what}, 2 workers", "ms", ((*start, "--rounds", "9"),), readers.step("holdfast"),
         {"ddp-gloo": GLOO, "torchft": TORCHFT}, ((*start, "--rounds", "1", "--steps", "1"),),
@@ -49,7 +49,7 @@ def _step(name: str, model: str, what: str, limit_s: float) -> Row:
 
 
 def _wide(model: str, what: str) -> Row:
-    start = ("step_time.py", "--models", model, "--workers", "4", *STEP_SYSTEMS)
+    start = ("step/step_time.py", "--models", model, "--workers", "4", *STEP_SYSTEMS)
     return Row(
         f"step-{model}-4", f"step of {what}, 4 workers", "ms", ((*start, "--rounds", "20"),), readers.step("holdfast"),
         {"ddp-gloo": GLOO, "torchft": TORCHFT}, ((*start, "--rounds", "1", "--steps", "1"),),
@@ -58,7 +58,7 @@ def _wide(model: str, what: str) -> Row:
 
 
 def _split(kind: str, theirs: str, peer: Peer) -> Row:
-    start = ("split.py", "--kinds", kind, "--models", "mlp", *TWO)
+    start = ("step/split.py", "--kinds", kind, "--models", "mlp", *TWO)
     return Row(
         f"split-{kind}", f"step of an 8.5 M MLP, {kind}, 2 workers", "ms", ((*start, "--rounds", "20"),),
         readers.step(f"holdfast-{kind}"), {theirs: peer}, ((*start, "--rounds", "1", "--steps", "1"),), limit_s=200,
@@ -68,7 +68,7 @@ def _split(kind: str, theirs: str, peer: Peer) -> Row:
 
 def _slices() -> Row:
     systems = ("--systems", "alone", "ddp-gloo", "ddp-accumulate", "holdfast-slices")
-    start = ("step_time.py", "--models", "mlp", *TWO, "--slices", "8", *systems)
+    start = ("step/step_time.py", "--models", "mlp", *TWO, "--slices", "8", *systems)
     return Row(
         "step-slices", "step of an 8.5 M MLP in 8 slices, 2 workers", "ms", ((*start, "--rounds", "9"),),
         readers.step("holdfast-slices"),
@@ -83,20 +83,19 @@ def _slices() -> Row:
 
 
 def _hosts() -> Row:
-    start = ("hosts.py", "--hosts", "2", "--systems", "ddp-gloo", "holdfast")
-    wire = ("limits.py", "wire", "--rate", "1gbit", "--megabytes", "34")
+    start = ("step/hosts.py", "--hosts", "2", "--systems", "ddp-gloo", "holdfast", "wire")
     return Row(
         "hosts", "step of an 8.5 M MLP between 2 hosts, links of 1 Gbit/s", "ms",
-        ((*start, "--rounds", "3", "--steps", "8"), (*wire, "--rounds", "7")), readers.hosts, {"ddp-gloo": GLOO},
-        ((*start, "--model", "cnn", "--rounds", "1", "--steps", "1"), ("limits.py", "wire", "--megabytes", "1", "--rounds", "1")),
+        ((*start, "--rounds", "3", "--steps", "8"),), readers.hosts, {"ddp-gloo": GLOO},
+        ((*start, "--model", "cnn", "--rounds", "1", "--steps", "1"),),
         limit="its bytes over the link, both ways at once", limit_s=180,
         why={"ddp-gloo": "two exchanges a bucket, and a barrier; two workers a host take 0.83: performance-step.md"},
-        long=((*start, "--rounds", "10", "--steps", "12"), (*wire, "--rounds", "15")),
+        long=((*start, "--rounds", "10", "--steps", "12"),),
     )  # fmt: skip
 
 
 def _memory() -> Row:
-    start = ("memory.py", *TWO, "--systems", "alone", "ddp", "ddp-views", "shared")
+    start = ("step/memory.py", *TWO, "--systems", "alone", "ddp", "ddp-views", "shared")
     return Row(
         "memory", "memory by parameter and worker, Adam, 2 workers of one host", "bytes",
         ((*start, "--slices", *"11111"),), readers.memory,
@@ -104,38 +103,34 @@ def _memory() -> Row:
             "ddp": Peer("DDP on Gloo"),
             "ddp-views": Peer("DDP on Gloo, views", settings="gradient_as_bucket_view=True"),
         },
-        (("memory.py", *TWO, "--systems", "ddp", "shared", "--slices", "1"),), limit="the loop without communication",
+        (("step/memory.py", *TWO, "--systems", "ddp", "shared", "--slices", "1"),), limit="the loop without communication",
         limit_s=210, why={"ddp-views": "the workers of a host share one more copy of the sum: performance-step.md"},
     )  # fmt: skip
 
 
 def _kill() -> Row:
-    ours = ("recovery.py", "--systems", "rollback,torchft-tuned,torchrun")
-    more = ("recovery_peers.py", "--systems", "reconfigure,ray")
+    ours = ("recovery/kill.py", "--systems", "rollback,torchft-tuned,torchrun,reconfigure,ray")
     tuned = "heartbeat timeout 500 ms and the best of the join timeouts 100, 200, 500, 1000 and 2000 ms; its defaults take longer"
     return Row(
         "kill", "from a SIGKILL to the next commit, 4 workers", "ms",
-        ((*ours, "--kills", "6"), (*more, "--kills", "6")), readers.kill,
+        ((*ours, "--kills", "6"),), readers.kill,
         {
             "torchft-tuned": Peer("torchft", "peers", "torchft", tuned),
             "torchrun": Peer("torchrun", "peers", settings="all workers restarted, checkpoint every 10 steps"),
             "reconfigure": Peer("torch's _reconfigure", "torch", settings="on Gloo; deaths are announced by the parent at once"),
             "ray": Peer("Ray Train", "ray", "ray", "health checks every 0.1 s instead of 2 s, checkpoint every 10 steps"),
         },
-        (("recovery.py", "--systems", "rollback", "--kills", "1", "--workers", "2"),), limit="one step", limit_s=600,
-        long=((*ours, "--kills", "24"), (*more, "--kills", "24")),
+        (("recovery/kill.py", "--systems", "rollback", "--kills", "1", "--workers", "2"),), limit="one step", limit_s=600,
+        long=((*ours, "--kills", "24"),),
     )  # fmt: skip
 
 
 def _join() -> Row:
     return Row(
         "join", "how long a newcomer holds 3 workers, 100 MB of state", "ms",
-        (("rejoin.py", "--kinds", "whole", "--kills", "6"), ("rejoin_peers.py", "--kills", "6")), readers.join,
+        (("recovery/join.py", "--kinds", "whole,torchft", "--kills", "6"),), readers.join,
         {"torchft": Peer("torchft", "peers", "torchft", "heartbeat timeout 500 ms, join timeout 200 ms")},
-        (
-            ("rejoin.py", "--kinds", "whole", "--kills", "1", "--megabytes", "1", "--workers", "2"),
-            ("rejoin_peers.py", "--kills", "1", "--megabytes", "1", "--systems", "none"),
-        ),
+        (("recovery/join.py", "--kinds", "whole", "--kills", "1", "--megabytes", "1", "--workers", "2"),),
         limit="one copy of the state", limit_s=180,
         why={"torchft": "half is memory for gradients of one more worker, most of the rest the transfer of the state: performance-recovery.md"},
     )  # fmt: skip
@@ -153,24 +148,24 @@ def _store(part: str, what: str, limit: tuple[str, str], limit_s: float) -> Row:
     if part == "load":
         ways = (*ways, "torch, mapped")
         peers["torch, mapped"] = Peer("torch.load, mapped", settings="mmap=True")
-    start = ("checkpoint.py", "--parts", part, *GIGABYTE, *ways)
-    tiny = ("checkpoint.py", "--parts", part, "--bytes", "1e6", "--layers", "2", "--rounds", "1")
+    start = ("checkpoint/save_load.py", "--parts", part, *GIGABYTE, *ways)
+    tiny = ("checkpoint/save_load.py", "--parts", part, "--bytes", "1e6", "--layers", "2", "--rounds", "1")
     return Row(
         part, what, "s", (start,), readers.store(part, limit[0]), peers,
         ((*tiny, "--ways", "holdfast", "safetensors", "dcp"),), limit=limit[1], limit_s=limit_s,
         why=WHY[part],
-        long=(("checkpoint.py", "--parts", part, "--rounds", "20", "--ways", *ways),),
+        long=(("checkpoint/save_load.py", "--parts", part, "--rounds", "20", "--ways", *ways),),
     )  # fmt: skip
 
 
 def _start_job() -> Row:
-    imports = ("limits.py", "processes", "--names", "import torch", "--rounds")
+    imports = ("launch/start.py", "--names", "import torch", "--rounds")
     return Row(
         "start", "from the command to the first step, 4 workers", "s",
-        (("start_job.py", "--rounds", "6"), (*imports, "7")), readers.start_job,
+        (("launch/start_job.py", "--rounds", "6"), (*imports, "7")), readers.start_job,
         {"torchrun": Peer("torchrun", settings="DDP on Gloo, --standalone")},
-        (("start_job.py", "--rounds", "1", "--workers", "1"),), limit="one import of torch", limit_s=350,
-        long=(("start_job.py", "--rounds", "20"), (*imports, "20")),
+        (("launch/start_job.py", "--rounds", "1", "--workers", "2"),), limit="one import of torch", limit_s=350,
+        long=(("launch/start_job.py", "--rounds", "20"), (*imports, "20")),
     )  # fmt: skip
 
 
@@ -179,20 +174,9 @@ SEEDS = ("1", "3", "4", "6", "7")
 
 
 def _goodput() -> Row:
-    start = ("goodput.py", "--systems", "holdfast-respawn,torchft-tuned,torchrun", "--mtbf", "5", "--wall")
-    tiny = (
-        "goodput.py",
-        "--systems",
-        "holdfast-respawn",
-        "--mtbf",
-        "2",
-        "--wall",
-        "3",
-        "--workers",
-        "2",
-        "--seed",
-        "1",
-    )
+    start = ("recovery/goodput.py", "--systems", "holdfast-respawn,torchft-tuned,torchrun", "--mtbf", "5", "--wall")
+    two = ("--workers", "2", "--seed", "1")
+    tiny = ("recovery/goodput.py", "--systems", "holdfast-respawn", "--mtbf", "2", "--wall", "3", *two)
     return Row(
         "goodput", "useful samples a second, 3 or 4 kills in 12 s, workers replaced", "/s",
         tuple((*start, "12", "--seed", seed) for seed in SEEDS), readers.goodput,
@@ -206,7 +190,7 @@ def _goodput() -> Row:
 
 
 def _processes(name: str, ours: str, peers: dict[str, Peer]) -> Row:
-    start = ("limits.py", "processes", "--names", "the interpreter", ours)
+    start = ("launch/start.py", "--names", "the interpreter", ours)
     return Row(
         name, f"{ours}, the process", "s", ((*start, *peers, "--rounds", "9"),), readers.processes(ours, *peers), peers,
         ((*start, "--rounds", "1"),), limit="the bare interpreter", limit_s=75,
@@ -215,23 +199,23 @@ def _processes(name: str, ours: str, peers: dict[str, Peer]) -> Row:
 
 
 def _simulate() -> Row:
-    one = ("simulate.py", "--repetitions", "1000", "--workers", "10000", "--days", "90")
+    one = ("scale/simulate.py", "--repetitions", "1000", "--workers", "10000", "--days", "90")
     return Row(
         "simulate", "histories of 90 days and 10,000 workers, one core", "/s", (one,) * 6, readers.simulator, {},
-        (("simulate.py", "--repetitions", "10", "--workers", "100", "--days", "2"),), limit_s=90, more_is_better=True,
-        long=(("simulate.py",),) * 6,
+        (("scale/simulate.py", "--repetitions", "10", "--workers", "100", "--days", "2"),), limit_s=90, more_is_better=True,
+        long=(("scale/simulate.py",),) * 6,
     )  # fmt: skip
 
 
 def _inject() -> Row:
-    start = ("injection.py", "--bytes", "1e9", "--live-flips", "--rounds")
+    start = ("inject/injection.py", "--bytes", "1e9", "--live-flips", "--rounds")
     peers = {
         "by value": Peer("a loop in h5py", package="h5py", settings="as short as possible: no log, one seed"),
         "by tensor": Peer("numpy, whole data sets", package="h5py", settings="reads and writes each data set once"),
     }
     return Row(
         "inject", "1,000 flips in an HDF5 file of 1 GB", "ms", ((*start, "7"),), readers.injection("holdfast", *peers),
-        peers, (("injection.py", "--bytes", "1e6", "--values", "1e4", "--flips", "10", "--live-flips", "--rounds", "1"),),
+        peers, (("inject/injection.py", "--bytes", "1e6", "--values", "1e4", "--flips", "10", "--live-flips", "--rounds", "1"),),
         limit="bare reads and writes of the same number", limit_s=120,
     )  # fmt: skip
 

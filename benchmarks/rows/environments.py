@@ -6,23 +6,14 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
-from common import PEERS_PYTHON, ROOT
+from common import PYTHONS
 
 from rows.row import Peer, Row
 
-PYTHONS = {
-    "own": Path(sys.executable),
-    "peers": PEERS_PYTHON,
-    "torch": ROOT / ".venv-peers-torch" / "bin" / "python",
-    "ray": ROOT / ".venv-peers-ray" / "bin" / "python",
-}
-"""Python of each environment: Holdfast's own, and those that ``make bench-peers`` makes."""
 _ASK = """
 import importlib.metadata, json, sys
 def version(name):

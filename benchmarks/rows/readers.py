@@ -12,14 +12,14 @@ Reader = Callable[[Sequence[Content]], Measured]
 
 
 def all_reduce(contents: Sequence[Content]) -> Measured:
-    """``sum.py``: milliseconds of one all-reduce, by block."""
+    """``allreduce/sum.py``: milliseconds of one all-reduce, by block."""
     (content,) = contents
     times = content["results"][0]["times_ms"]
     return Measured(times["shared"], _only(times, "gloo", "openmpi"), times.get("memcpy", ()), paired=True)
 
 
 def step(ours: str) -> Reader:
-    """``step_time.py``: milliseconds of one step, the median of each block.
+    """``step/step_time.py``: milliseconds of one step, the median of each block.
 
     Args:
         ours: The system that is Holdfast; every other one but ``alone`` is a peer.
@@ -37,14 +37,14 @@ def step(ours: str) -> Reader:
 
 
 def hosts(contents: Sequence[Content]) -> Measured:
-    """``hosts.py`` and ``limits.py wire``: milliseconds of one step, and of moving its bytes over the same links."""
-    systems = {name: found["steps_ms"] for name, found in contents[0]["results"][0]["systems"].items()}
-    wire = contents[1]["values"]["wire"] if len(contents) > 1 else ()
-    return Measured(systems["holdfast"], _only(systems, "ddp-gloo"), wire)
+    """``step/hosts.py``: milliseconds of one step, and of moving its bytes over the same links."""
+    (content,) = contents
+    systems = {name: found["steps_ms"] for name, found in content["results"][0]["systems"].items()}
+    return Measured(systems["holdfast"], _only(systems, "ddp-gloo"), systems.get("wire", ()))
 
 
 def memory(contents: Sequence[Content]) -> Measured:
-    """``memory.py``: bytes by parameter and worker, one value a job."""
+    """``step/memory.py``: bytes by parameter and worker, one value a job."""
     (content,) = contents
     systems: dict[str, list[float]] = {}
     for one in content["results"]:
@@ -53,23 +53,21 @@ def memory(contents: Sequence[Content]) -> Measured:
 
 
 def kill(contents: Sequence[Content]) -> Measured:
-    """``recovery.py`` and ``recovery_peers.py``: milliseconds from a SIGKILL to the next commit; the limit is one step."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for content in contents:
-        rows |= content["rows"]
-    times = {system: [row["recover_ms"] for row in found] for system, found in rows.items()}
-    steps = [row["step_ms"] for row in rows["rollback"]]
-    return Measured(times.pop("rollback"), times, steps)
+    """``recovery/kill.py``: milliseconds from a SIGKILL to the next commit; the limit is one step."""
+    (content,) = contents
+    times = {system: [row["recover_ms"] for row in found] for system, found in content["rows"].items()}
+    return Measured(times.pop("rollback"), times, [row["step_ms"] for row in content["rows"]["rollback"]])
 
 
 def join(contents: Sequence[Content]) -> Measured:
-    """``rejoin.py`` and ``rejoin_peers.py``: milliseconds that a newcomer holds the other workers."""
-    ours = [row["held_ms"] for row in contents[0]["rows"]["whole"]]
-    return Measured(ours, contents[1]["held_ms"], contents[1]["copy_ms"])
+    """``recovery/join.py``: milliseconds that a newcomer holds the other workers."""
+    (content,) = contents
+    held = {kind: [row["held_ms"] for row in rows] for kind, rows in content["rows"].items() if kind != "spare"}
+    return Measured(held.pop("whole"), held, content["copy_ms"])
 
 
 def store(part: str, limit: str) -> Reader:
-    """``checkpoint.py``: seconds that a save or a load takes, by round.
+    """``checkpoint/save_load.py``: seconds that a save or a load takes, by round.
 
     Args:
         part: ``save`` or ``load``.
@@ -86,14 +84,14 @@ def store(part: str, limit: str) -> Reader:
 
 
 def start_job(contents: Sequence[Content]) -> Measured:
-    """``start_job.py`` and ``limits.py processes``: seconds until the first step; the limit is one import of torch."""
+    """``launch/start_job.py`` and ``launch/start.py``: seconds until the first step; the limit is one import of torch."""
     first = contents[0]["first_step_s"]
     imports = contents[1]["values"]["import torch"] if len(contents) > 1 else ()
     return Measured(first["gloo"], _only(first, "torchrun"), imports)
 
 
 def processes(ours: str, *peers: str) -> Reader:
-    """``limits.py processes``: seconds from the start of a process to its end; the limit is the bare interpreter.
+    """``launch/start.py``: seconds from the start of a process to its end; the limit is the bare interpreter.
 
     Args:
         ours: The process that is Holdfast's.
@@ -108,7 +106,7 @@ def processes(ours: str, *peers: str) -> Reader:
 
 
 def goodput(contents: Sequence[Content]) -> Measured:
-    """``goodput.py``, one run a seed: useful samples a second; the limit is Holdfast's own rate without kills."""
+    """``recovery/goodput.py``, one run a seed: useful samples a second; the limit is Holdfast's own rate without kills."""
     rates: dict[str, list[float]] = {}
     calm: list[float] = []
     for content in contents:
@@ -121,12 +119,12 @@ def goodput(contents: Sequence[Content]) -> Measured:
 
 
 def simulator(contents: Sequence[Content]) -> Measured:
-    """``simulate.py``, several runs: histories a second of processor time."""
+    """``scale/simulate.py``, several runs: histories a second of processor time."""
     return Measured([content["settings"]["repetitions"] / content["sweep"]["seconds"] for content in contents])
 
 
 def injection(ours: str, *peers: str) -> Reader:
-    """``injection.py``: milliseconds to flip bits in a file, by round; the limit is bare reads and writes.
+    """``inject/injection.py``: milliseconds to flip bits in a file, by round; the limit is bare reads and writes.
 
     Args:
         ours: The way that is Holdfast's.

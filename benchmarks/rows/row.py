@@ -23,7 +23,7 @@ class Peer:
 
     Args:
         label: Its name in the table.
-        environment: The environment that it runs in: a key of :data:`rows.environments.PYTHONS`.
+        environment: The environment that it runs in: a key of :data:`common.PYTHONS`.
         package: The distribution whose version is shown; "" if it has none.
         settings: Its settings, and which others were tried.
     """

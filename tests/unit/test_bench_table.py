@@ -15,9 +15,9 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # behind everything else: names of benchmarks are common ones
 
-import rejoin  # noqa: E402
 import table as bench  # noqa: E402
 from common import ratio  # noqa: E402
+from recovery import join  # noqa: E402
 from rows import catalogue, machine, readers, text  # noqa: E402
 from rows.results import Result, Results  # noqa: E402
 from rows.row import FEWEST_VALUES, Measured, Peer, Row, compare, share_of_limit  # noqa: E402
@@ -339,7 +339,7 @@ def test_a_script_without_a_result_fails_in_one_line_and_leaves_no_process(scrip
 
 
 def held(*values: float) -> list[dict[str, float]]:
-    """Return what ``checkpoint.py`` and ``rejoin.py`` write for such times."""
+    """Return what ``save_load.py`` and ``join.py`` write for such times."""
     return [{"held_s": value, "held_ms": value} for value in values]
 
 
@@ -367,8 +367,15 @@ GOODPUT = [
         (
             readers.hosts,
             [
-                {"results": [{"systems": {"ddp-gloo": {"steps_ms": [4]}, "holdfast": {"steps_ms": [3]}}}]},
-                {"values": {"wire": [2]}},
+                {
+                    "results": [
+                        {
+                            "systems": {
+                                name: {"steps_ms": [t]} for name, t in (("ddp-gloo", 4), ("holdfast", 3), ("wire", 2))
+                            }
+                        }
+                    ]
+                }
             ],
             Measured([3], {"ddp-gloo": [4]}, [2]),
         ),
@@ -380,14 +387,19 @@ GOODPUT = [
         (
             readers.kill,
             [
-                {"rows": {"rollback": [{"recover_ms": 5, "step_ms": 1}], "torchrun": [{"recover_ms": 7}]}},
-                {"rows": {"ray": [{"recover_ms": 9}]}},
+                {
+                    "rows": {
+                        "rollback": [{"recover_ms": 5, "step_ms": 1}],
+                        "torchrun": [{"recover_ms": 7}],
+                        "ray": [{"recover_ms": 9}],
+                    }
+                }
             ],
             Measured([5], {"torchrun": [7], "ray": [9]}, [1]),
         ),
         (
             readers.join,
-            [{"rows": {"spare": held(4), "whole": held(3)}}, {"held_ms": {"torchft": [6]}, "copy_ms": [1]}],
+            [{"rows": {"spare": held(4), "whole": held(3), "torchft": held(6)}, "copy_ms": [1]}],
             Measured([3], {"torchft": [6]}, [1]),
         ),
         (
@@ -436,9 +448,9 @@ def test_the_longest_time_between_steps_counts_while_a_newcomer_joins():
     times = dict(enumerate((0.0, 1.0, 2.0, 5.0, 6.0, 10.0, 11.0)))
     done = {step: (t_s, 3) for step, t_s in times.items()}
 
-    assert rejoin.longest_ms(done, range(2, 5)) == 3000
-    assert rejoin.longest_ms(done, range(2, 7)) == 4000
-    assert rejoin.longest_ms(done, range(4, 5)) == 0
+    assert join.longest_ms(done, range(2, 5)) == 3000
+    assert join.longest_ms(done, range(2, 7)) == 4000
+    assert join.longest_ms(done, range(4, 5)) == 0
 
 
 BURNS = """

@@ -1,4 +1,4 @@
-"""The trends of ``benchmarks/long_life.py``: what grows is found, and noise is not taken for growth."""
+"""The trends of ``benchmarks/long/life.py``: what grows is found, and noise is not taken for growth."""
 
 import random
 import sys

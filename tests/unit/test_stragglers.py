@@ -1,8 +1,8 @@
 """Who is called slow, and who is not, on made series with the statistics of measured ones.
 
-The figures are those of the Alibaba PAI trace of 2020 (four jobs of ten workers; ``benchmarks/stragglers.py`` reads it):
-a worker's steps vary by 1 to 17 % of their mean, workers of one job differ by up to 15 %, one worker takes 1.7 times as
-long for 17 steps and recovers, others take four times as long for good, and two take 15 times as long from some step on.
+The figures are those of the Alibaba PAI trace of 2020 (four jobs of ten workers): a worker's steps vary by 1 to 17 % of
+their mean, workers of one job differ by up to 15 %, one worker takes 1.7 times as long for 17 steps and recovers, others
+take four times as long for good, and two take 15 times as long from some step on.
 """
 
 import random

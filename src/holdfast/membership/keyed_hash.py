@@ -11,7 +11,7 @@ def keyed_hash(key: bytes, data: bytes) -> bytes:
     """Return the keyed BLAKE2s (RFC 7693) of ``data``, 32 bytes.
 
     Python computes it itself. HMAC with SHA-256 is OpenSSL's, whose locks a process inherits that is forked while another
-    thread holds one: ``benchmarks/scale.py``, which forks workers beside a hub, hung so.
+    thread holds one: ``benchmarks/scale/processes.py``, which forks workers beside a hub, hung so.
     """
     if len(key) > _KEY_BYTES:
         key = hashlib.blake2s(key).digest()
