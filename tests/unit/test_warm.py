@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_env
+from warm import WARM
 
 SCRIPT = """
 import os, pathlib, sys, time  # torch
@@ -54,3 +55,29 @@ def test_a_request_that_is_cut_off_does_not_hold_up_the_next_one(tmp_path, warm_
         socket.send_fds(stranger, [(1000).to_bytes(4, "big")], [0, 1, 2])
 
     assert started(tmp_path) == first
+
+
+ALONE = """
+import atexit, os, sys
+import torch
+atexit.register(lambda: print("left", END))
+END = 3
+print(sys.argv, sys.path[0], __name__, __file__, os.getcwd(), os.environ.get("MARK"), flush=True)
+sys.exit(END)
+"""
+
+
+def test_a_script_from_the_stock_is_like_one_that_starts_from_nothing(tmp_path, warm_start):
+    (tmp_path / "alone.py").write_text(ALONE)
+
+    def done(**env):
+        command = [sys.executable, "alone.py", "a", "b"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean_env(MARK="it", **env), capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    from_stock = done(**{WARM: ""})
+    assert from_stock == done()
+    assert from_stock[0] == 3
+    assert from_stock[1].endswith("\nleft 3\n")
