@@ -318,7 +318,7 @@ def test_a_job_that_stands_still_starts_again(shell, tmp_path):
 
 
 def test_random_kills_leave_one_worker_and_are_written_down(shell, tmp_path):
-    options = ("-n", 3, "--mtbf", 0.1, "--seed", 3, "--no-page", "--report", tmp_path / "out")
+    options = ("-n", 3, "--mtbf", 0.1, "--no-page", "--report", tmp_path / "out")
 
     done = shell.run(*options, script=("--steps", 200))
 

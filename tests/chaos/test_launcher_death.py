@@ -37,7 +37,7 @@ class Orphans:
         self.temporary = folder / "t"
         self.temporary.mkdir()
         words = [word for deed in deeds for word in ("--deed", deed)]
-        given = ("-n", workers, "--fabric", fabric, "--slices", 3, "--seed", 11, *options)
+        given = ("-n", workers, "--fabric", fabric, "--slices", 3, *options)
         self.launcher = subprocess.Popen(
             [sys.executable, "-m", "holdfast", "run", *map(str, given), str(SCRIPT), "--step-s", str(step_s), *words],
             env=clean_env(TMPDIR=str(self.temporary)),

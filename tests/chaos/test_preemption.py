@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_saving.py"
 def run(tmp_path, *options, deeds=(), script=(), **expected):
     """Run the training with ``--checkpoint-dir``, and return its report."""
     words = [word for deed in deeds for word in ("--deed", deed)]
-    given = ("--slices", 3, "--seed", 11, "--checkpoint-dir", tmp_path / "c", *options)
+    given = ("--slices", 3, "--checkpoint-dir", tmp_path / "c", *options)
     return run_report(tmp_path, *given, SCRIPT, *words, *script, **expected)
 
 
@@ -63,7 +63,7 @@ def test_a_worker_that_is_told_to_leave_during_a_save_or_a_recovery_is_no_failur
 
 
 def test_the_last_ones_that_are_told_to_leave_find_a_place_for_the_state_and_name_the_command_that_goes_on(tmp_path):
-    given = ("-n", 3, "--fabric", "gloo", "--slices", 3, "--seed", 11)
+    given = ("-n", 3, "--fabric", "gloo", "--slices", 3)
     deeds = [word for deed in ("term:3:0", "term:7:1", "term:7:2") for word in ("--deed", deed)]
 
     stopped = holdfast("run", *given, SCRIPT, *deeds, cwd=tmp_path)

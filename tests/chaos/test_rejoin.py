@@ -31,7 +31,7 @@ def words(*options, inject=(), deeds=(), workers=3):
     """The words of a job, behind ``holdfast run --report DIR``."""
     faults = [word for spec in inject for word in ("--inject", spec)]
     script = [word for deed in deeds for word in ("--deed", deed)]
-    return ["-n", workers, "--slices", 3, "--seed", 11, *options, *faults, SCRIPT, *script]
+    return ["-n", workers, "--slices", 3, *options, *faults, SCRIPT, *script]
 
 
 def joined(report):

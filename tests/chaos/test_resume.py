@@ -29,14 +29,14 @@ BALLAST_MB = 8
 def run(tmp_path, *options, deeds=(), script=(), **expected):
     """Run the training with ``--checkpoint-dir``, and return its report."""
     words = [word for deed in deeds for word in ("--deed", deed)]
-    given = ("--slices", 3, "--seed", 11, "--checkpoint-dir", tmp_path / "c", *options)
+    given = ("--slices", 3, "--checkpoint-dir", tmp_path / "c", *options)
     return run_report(tmp_path, *given, SCRIPT, *words, *script, **expected)
 
 
 def end_of_everything(tmp_path, *options, deeds, script=()):
     """Run until the launcher and the workers kill themselves; prove that they did, and that nobody is left."""
     words = [word for deed in deeds for word in ("--deed", deed)]
-    given = ["--slices", 3, "--seed", 11, "--checkpoint-dir", tmp_path / "c", *options, SCRIPT, *words, *script]
+    given = ["--slices", 3, "--checkpoint-dir", tmp_path / "c", *options, SCRIPT, *words, *script]
     command = [sys.executable, "-m", "holdfast", "run", *map(str, given)]
     # What a killed launcher leaves goes with the test, and its workers close the pipes when they end.
     done = subprocess.run(
