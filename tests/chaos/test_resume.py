@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_saving.py"
 STEPS = LOOP_ENDS[-1]
-BALLAST_MB = 8
+BALLAST_MB = 40
 
 
 def run(tmp_path, *options, deeds=(), script=(), **expected):
