@@ -160,11 +160,6 @@ def stand_still(worker):
     time.sleep(60)
 
 
-def choke(worker):
-    worker.beacon.mark("forward", 4, 2, (7, 8, 9))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 DEEDS = {
     "raise": fail,
     "config": refuse,
@@ -176,7 +171,6 @@ DEEDS = {
     "once": lambda worker: None if worker.settings.ranks else os.kill(os.getpid(), signal.SIGSEGV),
     "hang": stand_still,
     "hang_once": lambda worker: None if worker.settings.ranks else stand_still(worker),
-    "choke": lambda worker: choke(worker) if worker.rank == worker.ranks[-1] else None,
     "abort": lambda worker: MPI.COMM_WORLD.Abort(1),
 }
 

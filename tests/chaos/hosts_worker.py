@@ -2,22 +2,24 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import signal
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
+from host_sums import LENGTH, SLICES, expected, sha256, terms_of
 
 from holdfast.comm import OrderedAllReduce, SlotSpan, connect
-from holdfast.comm.allreduce import adding, hierarchical
+from holdfast.comm.allreduce import hierarchical
 from holdfast.config import Settings
 from holdfast.engine.endpoint import endpoint_of
 from holdfast.errors import PeerFailed
 from holdfast.testing.contract import check_communicator
 from holdfast_lab.counting import CountingCommunicator
 
-SLICES, LENGTH = 7, 100_003
 hierarchical.ROUND_BYTES = 1 << 15  # so that there are several rounds, over fabrics that can have them
 SPAN = SlotSpan(0, LENGTH, torch.float32)
 POINTS = ("before barrier A", "before its sums", "before its results", "before barrier B", "in barrier B")
@@ -70,10 +72,6 @@ def die(victim):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def terms_of(number):
-    return torch.randn(LENGTH, generator=torch.Generator().manual_seed(number)) * 10.0**number
-
-
 def owners():
     return {n: comm.members[n * len(comm.members) // SLICES] for n in range(SLICES)}
 
@@ -101,19 +99,12 @@ def taken(add):
     return type(add._taken).__name__
 
 
-def expected(order):
-    out = torch.empty(LENGTH)
-    adding.ORDERS[order]([(n, terms_of(n)) for n in range(SLICES)], out)
-    return out
-
-
 def contract(*victims):
     """All promises, and after each death again; which way sums go, and what they are."""
     check_communicator(comm, die, tuple(map(int, victims)))
     for order in ("fold", "tree"):
         add = make_sum(order)
-        state = hashlib.sha256(add(SPAN, owners()).numpy().tobytes()).hexdigest()
-        report(order, taken(add), state, "in-place" if add.in_place else "copied")
+        report(order, taken(add), sha256(add(SPAN, owners())), "in-place" if add.in_place else "copied")
 
 
 def recover():

@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from jobs import assert_landed, clean_env
+from jobs import assert_landed, clean_env, read_report
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -111,9 +111,7 @@ class Job:
     def end(self):
         self.process.wait(WAIT_S)
         time.sleep(0.2)
-        report = json.loads((self.out / "report.json").read_text())
-        report["_events"] = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
-        return report
+        return read_report(self.out)
 
 
 @pytest.fixture

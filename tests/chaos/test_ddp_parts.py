@@ -55,14 +55,13 @@ def test_no_feature_of_a_survivor_stands_in_for_those_of_the_dead(tmp_path):
             assert "parameter shards" not in line["says"]
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_with_a_sharded_optimizer_the_error_comes_before_any_update(tmp_path, steps):
-    _, said = run(tmp_path, "zero", STEPS=str(steps))
+def test_with_a_sharded_optimizer_the_error_comes_before_any_update(tmp_path):
+    _, said = run(tmp_path, "zero", STEPS="2")
 
     lines = said["step"]
     assert sorted(lines) == [0, 2]
     for line in lines.values():
-        assert line["step"] == steps
+        assert line["step"] == 2
         assert line["same"]
         assert "Rank 1 held a part of the optimizer's state, and this step has updated no parameter" in line["says"]
     assert lines[0]["weights"] == lines[2]["weights"]
@@ -136,7 +135,7 @@ if is_lead() or me != 0:
 """
 
 
-@pytest.mark.parametrize(("divides_by", "step"), [("initial", 5), ("initial", 14), ("initial", 18), ("effective", 14)])
+@pytest.mark.parametrize(("divides_by", "step"), [("initial", 14), ("effective", 18)])
 def test_ranks_that_have_run_out_of_data_and_those_that_have_not_survive_a_death(tmp_path, divides_by, step):
     """Of three ranks with 20, 16 and 12 steps, rank 0 dies before a step."""
     script = tmp_path / "uneven.py"

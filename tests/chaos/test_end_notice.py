@@ -1,16 +1,13 @@
 """Survivors over Open MPI read the kernel's note that a worker ends, for real: before mpirun can know of it, or without it."""
 
 import functools
-import json
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import train_paced
-from exact import SCRIPT, check_nothing_lost, reference_hash
-from jobs import assert_landed, run_report
-from running_job import DEADLINE_S, Running
+from running_job import Running
 
 from holdfast.launch.supervise.processes import Process, children_of, name_of
 from holdfast.records.beacon import Beacon
@@ -46,13 +43,9 @@ def finish(running, pairs, mpirun):
     """Let mpirun continue, and check that the kill has landed and changed no bit."""
     assert mpirun.is_stopped()
     assert mpirun.send(signal.SIGCONT)
-    _, err = running.job.communicate(timeout=DEADLINE_S)
-    assert running.job.returncode == 0, err
-    folder = running.folder / "report"
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    ended = {event["pid"]: event["exit_code"] for event in events if event["event"] == "WorkerEnded"}
+    report, ended = running.end()
     assert [ended[pair.worker.pid] for pair in pairs] == [0, -9, 0]
-    assert json.loads((folder / "report.json").read_text())["replicas"]["state_sha256"] == paced_hash()
+    assert report["replicas"]["state_sha256"] == paced_hash()
 
 
 def step_of(running, rank):
@@ -82,20 +75,3 @@ def test_without_the_notice_they_wait_for_mpirun_and_recover_then(tmp_path):
 
     assert step_of(running, 0) == reached
     finish(running, pairs, mpirun)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "kill:rank=1,step=4,phase=allreduce,bucket=0",
-        pytest.param("kill:rank=0,step=4,phase=allreduce,bucket=1", marks=pytest.mark.soak),
-        pytest.param("kill:rank=3,step=4,phase=backward", marks=pytest.mark.soak),
-        pytest.param("kill:rank=2,step=4,phase=optimizer", marks=pytest.mark.soak),
-    ],
-)
-def test_a_notice_in_each_phase_of_a_commit_changes_no_bit(tmp_path, spec):
-    report = run_report(tmp_path, "-n", 4, "--inject", spec, SCRIPT, "mlp", "sgd")
-
-    killed = int(spec[len("kill:rank=")])
-    check_nothing_lost(report, reference_hash("mlp", "sgd"), [rank for rank in range(4) if rank != killed])
-    assert_landed(report, killed)

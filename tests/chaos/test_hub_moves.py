@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import DEADLINE_S, Cluster, assert_complete, free_port, is_connected, of_kind, until
+from clusters import DEADLINE_S, Cluster, assert_complete, free_port, is_connected, until
+from jobs import of_kind
 from netns import make_hosts
 
 from holdfast.membership import HubStore

@@ -67,7 +67,7 @@ def is_back(pod):
 def test_a_failure_that_would_come_again_is_not_tried_again(hosts, tmp_path):
     (tmp_path / "wrong.py").write_text("raise ValueError('a bug')\n")
     with IndexedJob(tmp_path, hosts, 2, (VOLUME / "wrong.py",)) as job:
-        until(job.poll, "both pods have ended")
+        until(job.poll, "both pods have ended", every_s=0.2)
 
         assert job.state == "failed"
         assert [job.exit_codes(index) for index in range(2)] == [[93], [93]], job.said()

@@ -67,9 +67,8 @@ def declared(report):
     return {e["how"] for e in report["_events"] if e["event"] == "WriterDeclared"}
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_what_session_save_writes_is_there_though_a_worker_dies_in_the_middle_of_it(tmp_path, victim):
-    report = run(tmp_path, "save", victim, exit_code=0)
+def test_what_session_save_writes_is_there_though_a_worker_dies_in_the_middle_of_it(tmp_path):
+    report = run(tmp_path, "save", 0, exit_code=0)
 
     assert declared(report) == {"save"}
     saved = torch.load(tmp_path / "model.pt")

@@ -37,7 +37,7 @@ class Orphans:
         self.temporary = folder / "t"
         self.temporary.mkdir()
         words = [word for deed in deeds for word in ("--deed", deed)]
-        given = ("-n", workers, "--fabric", fabric, "--slices", 3, "--seed", 11, *options)
+        given = ("-n", workers, "--fabric", fabric, "--slices", 3, *options)
         self.launcher = subprocess.Popen(
             [sys.executable, "-m", "holdfast", "run", *map(str, given), str(SCRIPT), "--step-s", str(step_s), *words],
             env=clean_env(TMPDIR=str(self.temporary)),
@@ -68,7 +68,7 @@ class Orphans:
         ends_s = time.monotonic() + DEADLINE_S
         while left := self.processes():
             assert time.monotonic() < ends_s, (left, self.logs())
-            time.sleep(0.02)
+            time.sleep(0.1)
         return self
 
     def logs(self):
@@ -172,9 +172,8 @@ def test_workers_whose_launcher_dies_find_a_place_for_their_state(tmp_path):
     assert resumed(tmp_path / "holdfast-checkpoint", newest) == undisturbed()
 
 
-@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
-def test_nothing_is_left_of_a_job_whose_launcher_dies_before_training(tmp_path, fabric):
-    job = Orphans(tmp_path, fabric, workers=2)
+def test_nothing_is_left_of_a_job_whose_launcher_dies_before_training(tmp_path):
+    job = Orphans(tmp_path, "ulfm", workers=2)
     ends_s = time.monotonic() + DEADLINE_S
     while not list(job.temporary.glob("holdfast-*/process-1")):
         assert time.monotonic() < ends_s

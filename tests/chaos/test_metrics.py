@@ -81,7 +81,7 @@ def numbers(text):
 
 def run(folder, port, *options):
     """A job whose rank 1 is killed, then its last worker, so that it is started again."""
-    words = ["-n", 2, "--fabric", "gloo", "--slices", 2, "--seed", 11, "--no-page", "--metrics-port", port, *options]
+    words = ["-n", 2, "--fabric", "gloo", "--slices", 2, "--no-page", "--metrics-port", port, *options]
     words += ["--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", 3]
     words += ["--inject", "kill:rank=1,step=4", "--inject", "kill:rank=0,step=20", folder / "train.py"]
     (folder / "train.py").write_text(SCRIPT)

@@ -19,9 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_reference.py"
 @pytest.mark.parametrize(
     ("strategy", "specs", "policies"),
     [
-        ("forward", ["kill:rank=1,step=4,phase=allreduce,bucket=0", "kill:rank=3,step=9"], []),
         ("forward", ["kill:rank=0,step=6,phase=allreduce,bucket=1"], ["--rescale", "original"]),
-        ("rollback", ["kill:rank=2,step=5,phase=backward"], ["--split", "even"]),
         ("rollback", ["kill:rank=1,step=3,phase=optimizer", "kill:rank=0,step=8"], ["--batch", "local"]),
     ],
 )
@@ -41,9 +39,9 @@ def test_what_changes_the_bits_changes_them_alike_in_both_bodies(tmp_path, strat
     assert real["lost"] == virtual["lost"]
 
 
-def mpirun(*args, workers=3, **env):
+def mpirun(*args, **env):
     return subprocess.run(
-        [*MPIRUN, "-n", str(workers), sys.executable, str(SCRIPT), *args],
+        [*MPIRUN, "-n", "2", sys.executable, str(SCRIPT), *args],
         env=clean_env(**env),
         capture_output=True,
         text=True,
@@ -52,19 +50,12 @@ def mpirun(*args, workers=3, **env):
     )
 
 
-def test_a_bare_mpirun_is_enough():
-    done = mpirun("mlp", "adam")
-
-    assert done.returncode == 0, done.stderr
-    assert re.findall("state (.*)", done.stdout) == [reference.train("mlp", "adam")]
-
-
 def test_a_bare_mpirun_survives_too():
     plan = FaultPlan((parse("kill:rank=0,step=3,phase=backward"),)).to_json()
 
     done = mpirun("mlp", "adam", HOLDFAST_FAULTS=plan)
 
-    assert "holdfast: lost [0] at step 3; 2 workers resume (redo)" in done.stderr
+    assert "holdfast: lost [0] at step 3; 1 workers resume (redo)" in done.stderr
     assert re.findall("state (.*)", done.stdout) == [reference.train("mlp", "adam")]
 
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from clusters import Cluster, assert_complete, of_kind, until
-from jobs import clean_env
+from clusters import Cluster, assert_complete, until
+from jobs import clean_env, inject, of_kind
 from netns import ip, make_hosts
 
 from holdfast.launch.fleet import network_partition as cut
@@ -24,10 +24,6 @@ def hosts():
     made = make_hosts(4, net="10.203.0")
     yield made
     made.remove()
-
-
-def inject(*specs):
-    return [word for spec in specs for word in ("--inject", spec)]
 
 
 def failures(report):

@@ -1,7 +1,8 @@
 """An unfit node stays out of the job; the others train without it, and it joins once it is fit."""
 
 import pytest
-from clusters import DEADLINE_S, Cluster, assert_complete, of_kind
+from clusters import DEADLINE_S, Cluster, assert_complete
+from jobs import of_kind
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 

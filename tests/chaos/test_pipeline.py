@@ -6,7 +6,7 @@ Each job holds several faults, so that few processes are started.
 from pathlib import Path
 
 import pytest
-from jobs import assert_landed, exit_codes, run_report
+from jobs import assert_landed, exit_codes, of_kind, run_report
 from train_pipeline import SAMPLES, train, undisturbed
 
 from holdfast.checkpoint import steps
@@ -26,19 +26,14 @@ def run(tmp_path, *options, inject=(), script=(), **more):
     return run_report(tmp_path, *options, *faults, SCRIPT, *script, timeout=LIMIT_S, **more)
 
 
-def records(report, kind):
-    """All records of a kind."""
-    return [event for event in report["_events"] if event["event"] == kind]
-
-
 def workers_of(report, *numbers):
     """How many workers computed these steps."""
-    workers = {event["step"]: event["workers"] for event in records(report, "StepCommitted")}
+    workers = {event["step"]: event["workers"] for event in of_kind(report, "StepCommitted")}
     return [workers[number] for number in numbers]
 
 
 def decisions(report):
-    return {event["decision"] for event in records(report, "Recovered")}
+    return {event["decision"] for event in of_kind(report, "Recovered")}
 
 
 def check_same(report, stages=4, steps_done=STEPS):
@@ -49,7 +44,7 @@ def check_same(report, stages=4, steps_done=STEPS):
     assert report["steps"] == steps_done
     assert report["samples"] == NOTHING_LOST
     assert report["restarts"] == 0
-    assert {tuple(event["metrics"]) for event in records(report, "StepCommitted")} == {("loss", "accuracy")}
+    assert {tuple(event["metrics"]) for event in of_kind(report, "StepCommitted")} == {("loss", "accuracy")}
 
 
 ALL_PHASES = [
@@ -91,17 +86,6 @@ def test_two_deaths_of_four_workers_change_no_bit(tmp_path, fabric, kills):
     check_same(report)
 
 
-def test_without_recovery_a_death_inside_a_step_ends_the_job(tmp_path):
-    """The negative control: the same fault, with recovery turned off."""
-    options = ("-n", 4, "--fabric", "gloo", "--max-restarts", 0)
-
-    report = run(tmp_path, *options, inject=["kill:rank=2,step=3"], script=["--no-recovery"], exit_code=1)
-
-    assert report["outcome"] == "failed"
-    assert exit_codes(report)[2] == -9
-    assert report["replicas"]["sha256"] is None
-
-
 # -- a part is lost
 
 
@@ -122,16 +106,6 @@ def test_a_stage_that_is_lost_with_its_mirror_takes_all_back_and_the_run_says_so
     assert_landed(report, 1, 2)
     assert "load" in decisions(report)
     assert f"no surviving worker holds part 1 of the model: all workers roll back to step {step}" in report["_stdout"]
-    check_same(report)
-
-
-@pytest.mark.soak
-def test_without_mirrors_a_death_takes_all_back_to_the_beginning(tmp_path):
-    report = run(tmp_path, "-n", 4, "--mirror", 0, inject=["kill:rank=2,step=5,phase=backward"])
-
-    assert_landed(report, 2)
-    assert decisions(report) == {"load"}
-    assert "no surviving worker holds part 2 of the model: all workers roll back to step 0" in report["_stdout"]
     check_same(report)
 
 
@@ -199,9 +173,9 @@ def test_new_workers_get_a_part_and_compute_it_though_all_who_began_are_gone(tmp
     )
 
     assert_landed(report, 0, 1)
-    assert {(e["step"], *e["joined"]) for e in records(report, "Recovered") if e["joined"]} == {(5, 2), (10, 3)}
+    assert {(e["step"], *e["joined"]) for e in of_kind(report, "Recovered") if e["joined"]} == {(5, 2), (10, 3)}
     assert workers_of(report, 1, 3, 5, 8, 10) == [2, 1, 2, 1, 2]
-    assert {e["rank"]: e["parameters"] for e in records(report, "RunStarted")} == dict.fromkeys(range(4), 17898)
+    assert {e["rank"]: e["parameters"] for e in of_kind(report, "RunStarted")} == dict.fromkeys(range(4), 17898)
     check_same(report, stages=2)
 
 
@@ -209,7 +183,7 @@ def test_new_workers_get_a_part_and_compute_it_though_all_who_began_are_gone(tmp
 def test_workers_that_are_told_to_leave_do_so_one_after_the_other(tmp_path, fabric):
     report = run(tmp_path, "-n", 4, "--fabric", fabric, inject=["leave:rank=1,step=3", "leave:rank=3,step=7"])
 
-    assert {event["rank"] for event in records(report, "Left")} == {1, 3}
+    assert {event["rank"] for event in of_kind(report, "Left")} == {1, 3}
     assert exit_codes(report) == dict.fromkeys(range(4), 0)
     assert report["failures"] == []
     check_same(report)
@@ -222,7 +196,7 @@ def test_who_is_stuck_is_found_and_not_those_who_wait_for_it_inside_the_step(tmp
 
     report = run(tmp_path, "-n", 5, "--fabric", fabric, "--hang-timeout", 2, "--max-restarts", 0, inject=inject)
 
-    assert {e["rank"]: e["step"] for e in records(report, "WorkerFenced")} == {r: f[1] for r, f in stuck.items()}
+    assert {e["rank"]: e["step"] for e in of_kind(report, "WorkerFenced")} == {r: f[1] for r, f in stuck.items()}
     assert {f["rank"]: f["kind"] for f in report["failures"]} == {r: kind for r, (kind, *_) in stuck.items()}
     check_same(report)
 
@@ -242,7 +216,7 @@ def test_a_job_goes_on_from_its_checkpoints_with_other_numbers_of_workers(tmp_pa
     report = run(tmp_path / "3", *last, inject=["kill:rank=0,step=12,phase=checkpoint"])
 
     assert_landed(report, 0)
-    assert {event["step"] for event in records(report, "RunStarted")} == {10}
+    assert {event["step"] for event in of_kind(report, "RunStarted")} == {10}
     check_same(report, steps_done=STEPS - 10)
 
 
@@ -270,4 +244,4 @@ def test_stages_that_wait_for_each_other_for_ever_are_ended_though_nobody_looks_
     report = run_report(tmp_path, *options, script, exit_code=1, timeout=60)
 
     assert "no worker sent a heartbeat for 2 s, all of them waiting for each other" in report["_stderr"]
-    assert {event["step"] for event in records(report, "StepCommitted")} == {0, 1, 2}
+    assert {event["step"] for event in of_kind(report, "StepCommitted")} == {0, 1, 2}

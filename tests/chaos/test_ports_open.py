@@ -43,7 +43,7 @@ def address(host):
 def disturb(folder, over, reached):
     """Send random bytes to all of them until it is over; ``reached`` is where they arrived."""
     rng = random.Random(0)
-    while not over.wait(0.05):
+    while not over.wait(0.2):
         for port, (pid, host) in open_ports(folder).items():
             try:
                 with socket.create_connection((host, port), timeout=1) as stranger:

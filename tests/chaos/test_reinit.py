@@ -46,7 +46,7 @@ def test_survivors_build_the_application_again_though_one_dies_while_it_does_and
 def test_new_workers_build_the_application_once_and_build_it_again_with_the_others(tmp_path):
     report = run(
         tmp_path, "-n", 2, "--fabric", "gloo", "--respawn", "--max-respawns", 1,
-        inject=["rank=0,step=1", "rank=1,step=13"], script=["--pause", 3.0],
+        inject=["rank=0,step=1", "rank=1,step=13"], script=["--await-at", 5],
     )  # fmt: skip
 
     assert exit_codes(report) == {0: -9, 1: -9, 2: 0}

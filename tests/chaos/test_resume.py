@@ -29,14 +29,14 @@ BALLAST_MB = 40
 def run(tmp_path, *options, deeds=(), script=(), **expected):
     """Run the training with ``--checkpoint-dir``, and return its report."""
     words = [word for deed in deeds for word in ("--deed", deed)]
-    given = ("--slices", 3, "--seed", 11, "--checkpoint-dir", tmp_path / "c", *options)
+    given = ("--slices", 3, "--checkpoint-dir", tmp_path / "c", *options)
     return run_report(tmp_path, *given, SCRIPT, *words, *script, **expected)
 
 
 def end_of_everything(tmp_path, *options, deeds, script=()):
     """Run until the launcher and the workers kill themselves; prove that they did, and that nobody is left."""
     words = [word for deed in deeds for word in ("--deed", deed)]
-    given = ["--slices", 3, "--seed", 11, "--checkpoint-dir", tmp_path / "c", *options, SCRIPT, *words, *script]
+    given = ["--slices", 3, "--checkpoint-dir", tmp_path / "c", *options, SCRIPT, *words, *script]
     command = [sys.executable, "-m", "holdfast", "run", *map(str, given)]
     # What a killed launcher leaves goes with the test, and its workers close the pipes when they end.
     done = subprocess.run(
@@ -82,14 +82,13 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_before_a_damaged_check
         verify(tmp_path / "c", step)  # step 8 was saved again
 
 
-@pytest.mark.parametrize(("point", "format", "workers", "then"), [("rename", "npz", 2, 3), ("begin", "hdf5", 1, 2)])
-def test_it_goes_on_in_any_format_and_on_another_number_of_workers(tmp_path, capfd, point, format, workers, then):
-    how = ("-n", workers, "--checkpoint-every", 2, "--checkpoint-format", format)
-    end_of_everything(tmp_path, *how, deeds=[f"end@checkpoint.{point}:10:all"])
+def test_it_goes_on_in_another_format_and_on_another_number_of_workers(tmp_path, capfd):
+    how = ("-n", 2, "--checkpoint-every", 2, "--checkpoint-format", "npz")
+    end_of_everything(tmp_path, *how, deeds=["end@checkpoint.rename:10:all"])
     assert steps(tmp_path / "c") == [2, 4, 6, 8]
     newest, path = damage_the_newest(tmp_path / "c")
 
-    resumed = Training(workers=then, checkpoint_dir=str(tmp_path / "c"), resume=True).run()
+    resumed = Training(workers=3, checkpoint_dir=str(tmp_path / "c"), resume=True).run()
 
     assert resumed.sha256 == undisturbed()
     said = capfd.readouterr().err
@@ -107,7 +106,7 @@ def test_a_job_that_is_lost_starts_again_from_its_newest_checkpoint(tmp_path):
     assert report["replicas"]["state_sha256"] == undisturbed()
 
 
-@pytest.mark.parametrize("strategy", ["rollback", "restart", "forward"])
+@pytest.mark.parametrize("strategy", ["rollback", "forward"])
 def test_a_worker_that_dies_with_its_part_of_a_checkpoint_leaves_the_others_to_go_on(tmp_path, strategy):
     report = run(
         tmp_path, "-n", 3, "--checkpoint-every", 4, "--strategy", strategy,

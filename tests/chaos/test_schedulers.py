@@ -37,22 +37,22 @@ def package(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "ran"),
+    ("workers", "words", "ran"),
     [
-        (["-m", "package.train"], "__main__ package"),
-        (["--no-preload", "--", sys.executable, "package/train.py"], "__main__ "),
+        (2, ["-m", "package.train"], "__main__ package"),
+        (1, ["--no-preload", "--", sys.executable, "package/train.py"], "__main__ "),
     ],
     ids=["module", "command-without-fork-server"],
 )
-def test_a_module_and_a_command_train(package, words, ran):
-    options = ["--fabric", "gloo", "--nproc_per_node", 2, "--no-page", "--report", "out"]
+def test_a_module_and_a_command_train(package, workers, words, ran):
+    options = ["--fabric", "gloo", "--nproc_per_node", workers, "--no-page", "--report", "out"]
 
     done = holdfast("run", *options, *words, "--word", "-n", cwd=package)
 
     assert done.returncode == 0, done.stderr
     report = json.loads((package / "out" / "report.json").read_text())
-    assert (report["steps"], report["workers"]["finished"]) == (2, 2)
-    for rank in range(2):
+    assert (report["steps"], report["workers"]["finished"]) == (2, workers)
+    for rank in range(workers):
         assert f"ran {ran} ['--word', '-n']\n" in (package / "out" / "logs" / f"rank-{rank}.log").read_text()
 
 

@@ -10,16 +10,29 @@ from jobs import exit_codes, run_report
 
 from holdfast.checkpoint import steps, verify
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.timeout(170),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # where an epoch is over
+]
 
 SCRIPT = Path(train_epochs.__file__)
 
 
+def run_here(*words, **settings):
+    """Return the weights and the evaluated epochs of a run in this process."""
+    script = train_epochs.Script(train_epochs.options(list(words)), fabric="virtual", workers=1, slices=3, **settings)
+    return script.run(), script.best.seen
+
+
 @functools.cache
 def undisturbed(loops=1):
-    """Return the weights and the evaluated epochs of a run in one process."""
-    script = train_epochs.Script(train_epochs.options(["--loops", str(loops)]), fabric="virtual", workers=1, slices=3)
-    return script.run(), script.best.seen
+    return run_here("--loops", str(loops))
+
+
+def check_resumed(tmp_path, *words):
+    """A run that resumes ends as an undisturbed one, and has evaluated each epoch once, over both runs."""
+    assert run_here(*words, checkpoint_dir=str(tmp_path / "c"), resume=True) == undisturbed()
 
 
 def run(tmp_path, *options, deeds=(), script=(), name="c", **expected):
@@ -47,7 +60,7 @@ def check(report, loops=1):
     assert f"evaluated {evaluated}" in report["_stdout"]  # each epoch once, over both runs
 
 
-@pytest.mark.parametrize(("loops", "last", "begins"), [(1, 5, 1), (2, 13, 1), (2, 8, 1)])
+@pytest.mark.parametrize(("loops", "last", "begins"), [(1, 5, 1), (2, 13, 1)])
 def test_a_resumed_script_begins_at_the_epoch_of_the_checkpoint(tmp_path, loops, last, begins):
     script = ("--loops", loops)
     run(tmp_path, "--stop-after", last, script=script, exit_code=4)
@@ -77,15 +90,12 @@ def test_a_script_that_ends_in_an_epoch_that_is_over_is_not_done(tmp_path):
     assert "before training loop 3, to which the checkpoint of step 14 belongs" in report["_stderr"]
     assert "for epoch in loader.epochs(N)" in report["_stderr"]
     assert steps(tmp_path / "c") == [14]
-    check(run(tmp_path, "--resume", script=("--patience", 1)))  # as the line says
+    check_resumed(tmp_path, "--patience", "1")  # as the line says
 
 
 BETWEEN = {
-    "all evaluate": ("gloo", ["term:4:0", "wait:4:1", "wait:4:2"], ()),
     "and have a handler of their own": ("gloo", ["term:4:0", "wait:4:1", "wait:4:2"], ("--own-handler",)),
-    "the lead evaluates, and others are in the next loop": ("gloo", ["term-late:4:0"], ("--own-handler",)),
-    "the last one does": ("gloo", ["term-late:4:2"], ()),
-    "the lead does, over Open MPI": ("ulfm", ["term-late:4:0"], ()),
+    "the lead evaluates, and others are in the next loop": ("ulfm", ["term-late:4:0"], ()),
     "a second rank has died": ("gloo", ["die:4:0", "term:4:1", "wait:4:2"], ()),
     "in a loop that was left": ("gloo", ["break:4:all", "term:4:0", "wait:4:1", "wait:4:2"], ()),
 }
@@ -101,7 +111,7 @@ def test_a_notice_between_two_loops_saves_the_end_of_the_last_one(tmp_path, case
     assert 4 <= newest <= 5  # workers that are in the next loop may finish a step of it
     verify(tmp_path / "c", newest)
     assert f"stopped on request before step {newest}" in stopped["_stderr"]
-    check(run(tmp_path, "--resume"))
+    check_resumed(tmp_path)
 
 
 @pytest.mark.parametrize("script", [(), ("--own-handler",)])
@@ -113,16 +123,14 @@ def test_a_notice_before_the_first_step_loses_nothing(tmp_path, script):
     assert "died" not in report["_stderr"]
 
 
-@pytest.mark.parametrize(("how", "code"), [((), 0), (("die:16:0",), -9)])
-def test_the_end_of_training_is_saved_whoever_dies_after_it(tmp_path, how, code):
-    # without the lead, what the script writes under is_lead last is missing, but not the state
-    report = run(tmp_path, "--checkpoint-every", 6, deeds=how, script=("--range",), exit_code=int(bool(how)))
+def test_the_end_of_training_is_saved_though_the_lead_dies_after_it(tmp_path):
+    # what the script writes under is_lead last is missing, but not the state
+    report = run(tmp_path, "--checkpoint-every", 6, deeds=["die:16:0"], script=("--range",), exit_code=1)
 
-    assert exit_codes(report) == {0: code, 1: 0, 2: 0}
+    assert exit_codes(report) == {0: -9, 1: 0, 2: 0}
     assert steps(tmp_path / "c") == [6, 12, 16]
     verify(tmp_path / "c", 16)
-    again = run(tmp_path, "--resume")
-    assert weights(again) == {undisturbed()[0]}
+    assert run_here(checkpoint_dir=str(tmp_path / "c"), resume=True)[0] == undisturbed()[0]
 
 
 def test_a_notice_after_the_last_epoch_stops_a_script_whose_end_is_saved(tmp_path):
@@ -130,7 +138,7 @@ def test_a_notice_after_the_last_epoch_stops_a_script_whose_end_is_saved(tmp_pat
 
     assert "stopped on request before step 16" in stopped["_stderr"]
     assert steps(tmp_path / "c") == [16]
-    check(run(tmp_path, "--resume"))
+    check_resumed(tmp_path)
 
 
 def test_a_notice_behind_a_loop_that_was_trained_before_stops_the_script_too(tmp_path):
@@ -143,7 +151,7 @@ def test_a_notice_behind_a_loop_that_was_trained_before_stops_the_script_too(tmp
     assert "stopped on request before step 6" in stopped["_stderr"]
     assert steps(tmp_path / "c") == [6]
     verify(tmp_path / "c", 6)
-    check(run(tmp_path, "--resume"))
+    check_resumed(tmp_path)
 
 
 def test_a_worker_that_leaves_its_first_loop_ends_training_for_all(tmp_path):
@@ -156,7 +164,7 @@ def test_a_worker_that_leaves_its_first_loop_ends_training_for_all(tmp_path):
     assert steps(tmp_path / "c") == [2]
 
 
-LEFT = {"break": ["break:6:1"], "exit": ["exit:6:1"], "swallow": ["swallow:6:1"], "die": ["break:6:1", "die-in:6:2"]}
+LEFT = {"an exception": ["swallow:6:1"], "and another dies": ["break:6:1", "die-in:6:2"]}
 
 
 @pytest.mark.parametrize("how", LEFT)

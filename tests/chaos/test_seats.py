@@ -50,9 +50,7 @@ def seats_taken(report):
 
 
 @pytest.mark.parametrize(
-    ("options", "killed"),
-    [(RESPAWN, 1), (("gloo", *SPARE), 0), (("ulfm", *SPARE), 0)],
-    ids=["gloo-respawn", "gloo-spare", "ulfm-spare"],
+    ("options", "killed"), [(RESPAWN, 1), (("ulfm", *SPARE), 0)], ids=["gloo-respawn", "ulfm-spare"]
 )
 def test_a_newcomer_takes_the_seat_of_a_killed_rank(tmp_path, options, killed):
     report, ended = train(tmp_path, *options, kills=(killed,))
@@ -76,9 +74,8 @@ def test_without_newcomers_the_seat_stays_empty(tmp_path):
     assert report["seats_taken"] == []
 
 
-@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
-def test_two_newcomers_take_two_seats(tmp_path, fabric):
-    report, ended = train(tmp_path, fabric, "--spares", 2, kills=(0, 1), newcomers=2)
+def test_two_newcomers_take_two_seats(tmp_path):
+    report, ended = train(tmp_path, "gloo", "--spares", 2, kills=(0, 1), newcomers=2)
 
     assert_landed(report, 0, 1)
     assert_all_trained(ended, new=(0, 1), old=(2,))
@@ -93,9 +90,8 @@ def test_a_newcomer_that_dies_before_it_registers_is_replaced(tmp_path):
     assert seats_taken(report) == {(4, 1)}
 
 
-@pytest.mark.parametrize("options", [RESPAWN, ("ulfm", "--spares", 2)], ids=["gloo", "ulfm"])
-def test_a_death_of_the_rank_that_gives_the_state_is_survived(tmp_path, options):
-    report, ended = train(tmp_path, *options, strike="giver")
+def test_a_death_of_the_rank_that_gives_the_state_is_survived(tmp_path):
+    report, ended = train(tmp_path, *RESPAWN, strike="giver")
 
     assert_landed(report, 0, 1)
     assert {1, 2} <= ended.keys()
@@ -136,14 +132,13 @@ print("rank", dist.get_rank(), "ends")
 """
 
 
-@pytest.mark.parametrize("options", [RESPAWN, ("ulfm", *SPARE)], ids=["gloo", "ulfm"])
-def test_a_script_that_does_not_register_goes_on_without_the_newcomer_which_says_why(tmp_path, options):
+def test_a_script_that_does_not_register_goes_on_without_the_newcomer_which_says_why(tmp_path):
     script, is_there = tmp_path / "unregistered.py", tmp_path / "there"
     script.write_text(UNREGISTERED)
 
     report = run_report(
         tmp_path,
-        "-n", 2, "--fabric", *options, "--inject", "kill:rank=1,step=1,phase=backward", script, is_there,
+        "-n", 2, "--fabric", *RESPAWN, "--inject", "kill:rank=1,step=1,phase=backward", script, is_there,
         timeout=JOB_S,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from exact import reference_hash
-from jobs import assert_landed, assert_landed_for_good, exit_codes, run_report
+from jobs import assert_landed, assert_landed_for_good, exit_codes, of_kind, run_report
 from reference import make_model
 
 from holdfast import Sharded
@@ -39,11 +39,6 @@ def run(tmp_path, fabric, *words, inject=(), workers=4, script=(), **expected):
     faults = [word for spec in inject for word in ("--inject", spec)]
     given = ("-n", workers, "--fabric", fabric, *words, *faults, SCRIPT, "sharded", *script)
     return run_report(tmp_path, *given, timeout=LIMIT_S, **expected)
-
-
-def records(report, kind):
-    """All records of a kind."""
-    return [event for event in report["_events"] if event["event"] == kind]
 
 
 def check_same(report, finished):
@@ -106,7 +101,7 @@ def test_killed_workers_change_no_bit(tmp_path, fabric, killed, inject):
 
     assert_landed(report, *killed)
     assert report["restarts"] == 0
-    assert {event["decision"] for event in records(report, "Recovered")} <= {"redo", "continue"}
+    assert {event["decision"] for event in of_kind(report, "Recovered")} <= {"redo", "continue"}
     check_same(report, [rank for rank in range(4) if rank not in killed])
     check_memory(report)
 
@@ -118,7 +113,7 @@ def test_of_two_groups_of_shards_one_dies_whole(tmp_path, fabric):
 
     assert_landed(report, 0, 1)
     assert report["restarts"] == 0
-    assert {event["decision"] for event in records(report, "Recovered")} == {"redo"}
+    assert {event["decision"] for event in of_kind(report, "Recovered")} == {"redo"}
     check_same(report, [2, 3])
 
 
@@ -144,7 +139,7 @@ def test_a_shard_that_is_lost_with_all_who_hold_it_is_loaded(tmp_path, fabric):
 
     assert_landed(report, 1, 2)
     assert report["restarts"] == 0
-    assert {event["decision"] for event in records(report, "Recovered")} == {"load"}
+    assert {event["decision"] for event in of_kind(report, "Recovered")} == {"load"}
     assert (
         "no surviving worker holds part 1 of the model: all workers roll back to step 6"
         in report["_stderr"] + report["_stdout"]
@@ -230,7 +225,7 @@ def test_newcomers_take_the_places_of_the_dead(tmp_path):
         timeout=LIMIT_S,
     )
 
-    assert {(event["step"], *event["joined"]) for event in records(report, "Recovered") if event["joined"]} == {
+    assert {(event["step"], *event["joined"]) for event in of_kind(report, "Recovered") if event["joined"]} == {
         (8, 4, 5)
     }
     assert_landed(report, 0, 1, 2)
@@ -244,7 +239,7 @@ def test_a_worker_that_is_told_to_leave_is_no_failure(tmp_path, fabric):
     report = run(tmp_path, fabric, inject=["leave:rank=0,step=5", "leave:rank=2,step=9"])
 
     assert set(exit_codes(report).values()) == {0}
-    assert {event["rank"] for event in records(report, "Left")} == {0, 2}
+    assert {event["rank"] for event in of_kind(report, "Left")} == {0, 2}
     check_same(report, [1, 3])
 
 
@@ -264,7 +259,7 @@ def test_it_is_resumed_with_other_numbers_of_workers(tmp_path, fabric):
     run(tmp_path / "2", fabric, *saving, "--resume", workers=2, inject=everybody(2, 10), exit_code=1)
     report = run(tmp_path / "3", fabric, *saving, "--resume", workers=3)
 
-    first = min(event["step"] for event in records(report, "StepCommitted"))
+    first = min(event["step"] for event in of_kind(report, "StepCommitted"))
     assert first in (6, 9), "on from what two workers saved; that of step 9 may not have counted yet"
     check_same(report, [0, 1, 2])
 

@@ -1,4 +1,4 @@
-"""Random plans, judged by one hash: a few in every run of the tests, a long campaign with ``make soak``; see ``soak.py``.
+"""Random plans, judged by one hash: one in every run of the tests, a long campaign with ``make soak``; see ``soak.py``.
 
 HOLDFAST_SOAK_RUNS and HOLDFAST_SOAK_SEED choose the campaign.
 """
@@ -19,9 +19,8 @@ pytestmark = [
 
 RUNS = int(os.environ.get("HOLDFAST_SOAK_RUNS", "300"))
 FIRST_SEED = int(os.environ.get("HOLDFAST_SOAK_SEED", "1000"))
-FEW = (24, 77, 85, 108, 113)
-"""A launcher that is killed, of a pipeline that goes on with another number of workers; a lost node of two, and sums in a tree; a launcher that
-is told to stop; two deaths, one of them of the lead; shards that are lost with their mirrors. Both fabrics."""
+TWO_DEATHS = 108
+"""A plan with two deaths, one of them of the lead."""
 
 
 def check(seed, folder):
@@ -30,9 +29,8 @@ def check(seed, folder):
     print(soak.describe(plan, soak.run(plan, folder)))
 
 
-@pytest.mark.parametrize("seed", FEW)
-def test_a_few_random_plans_change_no_bit(seed, tmp_path):
-    check(seed, tmp_path)
+def test_a_random_plan_changes_no_bit(tmp_path):
+    check(TWO_DEATHS, tmp_path)
 
 
 def test_a_campaign_holds_all_that_can_be_drawn(tmp_path):

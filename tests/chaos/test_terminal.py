@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import assert_landed, holdfast
+from jobs import assert_landed, holdfast, read_report
 from terminals import Terminal
 
 pytestmark = pytest.mark.chaos
@@ -71,9 +71,7 @@ def test_a_worker_dies_in_its_first_second_and_every_command_shows_the_job(tmp_p
     assert [row["state"] for row in state["workers"]] == ["training", "lost", "training"]
     assert once.returncode == 0
     assert "killed by SIGKILL" in once.stdout
-    report = json.loads((out / "report.json").read_text())
-    report["_events"] = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    assert_landed(report, 1)
+    assert_landed(read_report(out), 1)
     ended = holdfast("status", out)
     assert ended.returncode == 4
     assert "Stopped on request after " in ended.stdout

@@ -1,7 +1,6 @@
 """One mpirun over several hosts (see ``machines.py``): workers there die and hang, and whole hosts are lost."""
 
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import reference
-from jobs import clean_env
+from jobs import clean_env, of_kind, read_report
 from machines import make_machines
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
@@ -76,14 +75,7 @@ class Run:
         return (self.folder / "output").read_text()
 
     def report(self):
-        report = json.loads((self.folder / "report" / "report.json").read_text())
-        lines = (self.folder / "report" / "events.jsonl").read_text().splitlines()
-        report["_events"] = [json.loads(line) for line in lines]
-        return report
-
-
-def of_kind(report, kind):
-    return [event for event in report["_events"] if event["event"] == kind]
+        return read_report(self.folder / "report")
 
 
 def restarts_of_training(report):
@@ -116,17 +108,6 @@ def test_a_worker_of_another_host_dies_then_a_host_loses_power_and_the_bits_are_
         assert max(event["step"] for event in of_kind(report, "RunStarted")) >= 4, "it began where a checkpoint was"
         assert max(event["t_s"] for event in report["_events"]) <= report["wall_s"], "all hosts count from one moment"
         assert not list((tmp_path / "ckpt").glob(".holdfast*")), "the run folder goes with the run"
-
-
-def test_without_a_restart_a_lost_host_is_the_end_and_the_job_says_how_to_go_on(machines, tmp_path):
-    with Run(machines, tmp_path, "--max-restarts", 0, pause=0.3) as run:
-        run.until_checkpoint(4)
-        machines.power_off(2)
-
-        assert run.wait() == 1, run.said()
-        assert f"host {machines.hosts.address(2)} is lost" in run.said()
-        left = f"--hosts {machines.hosts.address(1)}:1,{machines.hosts.address(3)}:1"
-        assert left in run.said().rpartition("resume with:")[2]
 
 
 def test_where_a_daemon_does_not_come_up_the_job_is_started_again(machines, tmp_path):

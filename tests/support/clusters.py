@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import re
 import socket
 import subprocess
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 
 import reference
-from jobs import clean_env, free_port
+from jobs import clean_env, free_port, read_report
 
 from holdfast.records.beacon import UNCONNECTED, Beacon
 from holdfast.records.files import read_run
@@ -23,12 +22,12 @@ DEADLINE_S = 200
 expected_hash = functools.cache(lambda: reference.train("mlp", "sgd"))
 
 
-def until(ready, what="what the test waits for"):
-    """Wait until ``ready`` returns a true value; return it."""
+def until(ready, what="what the test waits for", every_s=0.05):
+    """Wait until ``ready`` returns a true value; return it. It is called every ``every_s`` seconds."""
     ends_s = time.monotonic() + DEADLINE_S
     while not (found := ready()):
         assert time.monotonic() < ends_s, f"{what} did not come true within {DEADLINE_S} s"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return found
 
 
@@ -215,14 +214,7 @@ class Cluster:
         return [record for run in runs for record in read_run(run) if type(record).__name__ == kind]
 
     def report(self, launcher):
-        report = json.loads((launcher.place / "report" / "report.json").read_text())
-        lines = (launcher.place / "report" / "events.jsonl").read_text().splitlines()
-        report["_events"] = [json.loads(line) for line in lines]
-        return report
-
-
-def of_kind(report, kind):
-    return [event for event in report["_events"] if event["event"] == kind]
+        return read_report(launcher.place / "report")
 
 
 def assert_complete(report):

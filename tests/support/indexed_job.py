@@ -132,7 +132,7 @@ class IndexedJob:
             assert self.state != "failed", self.said()
             return ready()
 
-        return until(now, what)
+        return until(now, what, every_s=0.2)  # to find the processes of a host takes a process
 
     def _act(self, pod):
         """What the controller does when a pod has ended."""

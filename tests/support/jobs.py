@@ -47,20 +47,36 @@ def holdfast(*args, cwd=None, timeout=120, env=None):
     )
 
 
-def run_report(tmp_path, *args, exit_code=0, timeout=120, env=None, page=False):
+def run_report(tmp_path, *args, exit_code=0, timeout=120, env=None, page=False, cwd=None):
     """Run ``holdfast run --report`` and return report.json, after checking the exit code.
 
     The page is drawn only if ``page`` is set: that is a fifth of what a job of a test computes.
     """
     out = Path(tmp_path) / "report"
     no_page = () if page else ("--no-page",)
-    done = holdfast("run", "--report", out, *no_page, *args, timeout=timeout, env=env)
+    done = holdfast("run", "--report", out, *no_page, *args, cwd=cwd, timeout=timeout, env=env)
     assert done.returncode == exit_code, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    report = json.loads((out / "report.json").read_text())
-    report["_events"] = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    report = read_report(out)
     assert_time_adds_up(report)
     report["_stdout"], report["_stderr"] = done.stdout, done.stderr
     return report
+
+
+def read_report(folder):
+    """Return the report in a folder, with its records under ``_events``."""
+    report = json.loads((folder / "report.json").read_text())
+    report["_events"] = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return report
+
+
+def of_kind(report, kind):
+    """All records of a kind."""
+    return [event for event in report["_events"] if event["event"] == kind]
+
+
+def inject(*specs):
+    """The options that inject these faults."""
+    return [word for spec in specs for word in ("--inject", spec)]
 
 
 def assert_time_adds_up(report):

@@ -13,7 +13,7 @@ from holdfast.records.files import read_run
 from holdfast.records.types import CheckpointSaved, StepCommitted
 
 LOGGED = ROOT / "tests" / "support" / "train_logged.py"
-LOGGED_JOB = ("--fabric", "gloo", "--slices", 3, "--seed", 11, "--no-page")
+LOGGED_JOB = ("--fabric", "gloo", "--slices", 3, "--no-page")
 STEPS = 12
 """Steps of the script."""
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 
+import inside
 import pytest
 
 AGENT = """#!/bin/sh
@@ -80,8 +81,7 @@ class Hosts:
 
     def inside(self, number):
         """The prefix of a command that runs it on a host, in the command's own process."""
-        name = self.name(number)
-        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+        return inside.prefix(self.name(number))
 
     def run(self, number, *words):
         """Run a command in the network of a host; return the finished process."""

@@ -4,7 +4,8 @@ import subprocess
 import sys
 import time
 
-from jobs import clean_env
+from jobs import clean_env, of_kind, read_report
+from warm import WARM
 
 from holdfast.launch.supervise.processes import WatchedWorker, pair_path
 from holdfast.records.beacon import Beacon
@@ -19,7 +20,7 @@ class Running:
     def __init__(self, folder, *options, launcher=("-m", "holdfast")):
         self.folder = folder
         command = [sys.executable, *launcher, "run", "--no-page", "--report", folder / "report", *options]
-        env = clean_env(TMPDIR=str(folder))
+        env = clean_env(TMPDIR=str(folder), **{WARM: ""})
         self.job = subprocess.Popen(
             [*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -44,3 +45,10 @@ class Running:
             return None
 
         return self.wait_for(ready)
+
+    def end(self):
+        """Wait for the end of the job, which must be well; return its report, and the exit codes of workers by PID."""
+        _, err = self.job.communicate(timeout=DEADLINE_S)
+        assert self.job.returncode == 0, err
+        report = read_report(self.folder / "report")
+        return report, {event["pid"]: event["exit_code"] for event in of_kind(report, "WorkerEnded")}

@@ -15,7 +15,6 @@ one's node is lost. The result is checked by one hash, and by the account of all
 
 import argparse
 import functools
-import json
 import random
 import signal
 import subprocess
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import reference
 from clusters import free_port, until
-from jobs import clean_env, holdfast, run_report
+from jobs import clean_env, holdfast, read_report, run_report
 
 from holdfast.faults.plan import ENDS, PHASES, SPLIT_PHASES, Fault
 
@@ -292,7 +291,7 @@ def _run_nodes(plan, folder):
             launcher.kill()
             launcher.wait()
     assert codes == [0, -signal.SIGKILL], f"exit {codes}\n{_said(folder)}"
-    return _report(folder / "node-0")
+    return read_report(folder / "node-0" / "report")
 
 
 def _run_struck(plan, folder):
@@ -307,7 +306,7 @@ def _run_struck(plan, folder):
         launcher.wait()
     until(lambda: not _is_anybody_left(folder), "the end of all workers")
     if code == 0:  # training was over before the signal came
-        return _report(folder)
+        return read_report(folder / "report")
     assert code == (4 if plan.struck == signal.SIGTERM else -signal.SIGKILL), f"exit {code}\n{_said(folder)}"
     return run_report(folder / "resumed", *plan.resumed, *plan.script, timeout=LIMIT_S)
 
@@ -327,7 +326,7 @@ def _run_scaled(plan, folder):
         launcher.kill()
         launcher.wait()
     assert code == 0, f"exit {code}\n{_said(folder)}"
-    return _report(folder)
+    return read_report(folder / "report")
 
 
 def _start(plan, folder, *more):
@@ -362,12 +361,6 @@ def _is_anybody_left(folder):
 
 def _said(folder):
     return "\n".join(path.read_text()[-3000:] for path in sorted(folder.rglob("output")))
-
-
-def _report(folder):
-    report = json.loads((folder / "report" / "report.json").read_text())
-    report["_events"] = [json.loads(line) for line in (folder / "report" / "events.jsonl").read_text().splitlines()]
-    return report
 
 
 def describe(plan, report):

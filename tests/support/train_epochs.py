@@ -10,7 +10,7 @@ wait        evaluate until SIGTERM takes effect
 term-late   the same as term, once another worker is in the next loop
 end         kill all workers, but not the launcher
 die         kill this worker
-break, exit, swallow    leave the loop
+break, swallow    leave the loop
 """
 
 import argparse
@@ -93,11 +93,9 @@ class Script:
                 self.optimizer.zero_grad()
                 F.cross_entropy(self.model(inputs), targets).backward()
                 self.optimizer.step()
-                if self.loader.committed and (deed := self.due("break", "exit", "swallow", "die-in")):
+                if self.loader.committed and (deed := self.due("break", "swallow", "die-in")):
                     if deed == "break":
                         break
-                    if deed == "exit":
-                        sys.exit(0)
                     if deed == "die-in":
                         os.kill(os.getpid(), signal.SIGKILL)
                     raise RuntimeError("no more")

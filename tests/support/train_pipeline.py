@@ -1,4 +1,4 @@
-"""A pipeline as a script: ``train_pipeline.py [--stages N] [--await STEP]... [--no-recovery]``."""
+"""A pipeline as a script: ``train_pipeline.py [--stages N] [--await STEP]...``."""
 
 import argparse
 import functools
@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import reference
 import train_split
-from train_reference import turn_recovery_off
 
 LIMIT_S = 120
 SAMPLES = 193
@@ -74,8 +73,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--await", type=int, action="append", default=[], dest="awaited", metavar="STEP")
-    parser.add_argument("--no-recovery", action="store_true")
     options = parser.parse_args()
-    if options.no_recovery:
-        turn_recovery_off()
     train(options.stages, options.awaited)

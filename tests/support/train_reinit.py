@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--die", action="append", default=[], help="build:RANK or load:RANK, in the second application")
 parser.add_argument("--leak", action="store_true", help="keep the first model")
 parser.add_argument("--forget", action="store_true", help="negative control: the snapshot lacks the optimizer's state")
-parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, so that newcomers can join")
+parser.add_argument("--await-at", type=int, default=-1, metavar="STEP", help="wait for a newcomer in this step")
 options = parser.parse_args()
 
 models = []
@@ -61,7 +61,10 @@ def main():
     session.register(bomb=Bomb(session))
     die("build", session.rank)
     for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
-        time.sleep(options.pause)
+        if step.number == options.await_at:
+            with session.busy():
+                while not session._job.comm.newcomers(session._job.loop):
+                    time.sleep(0.01)
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y))
     if session.is_lead:

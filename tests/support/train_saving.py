@@ -236,8 +236,8 @@ class Deeds:
                 time.sleep(0.5)
             case "await":
                 self.wait_until(lambda: self.world.comm.newcomers(self.world.loop))
-            case "await-2":
-                self.wait_until(lambda: len(self.world.comm.newcomers(self.world.loop)) == 2)
+            case "await-2" | "await-3":
+                self.wait_until(lambda: len(self.world.comm.newcomers(self.world.loop)) == int(what[-1]))
             case "await-notice":
                 self.wait_until(lambda: self.world.pending.leaves)
             case "await-request":

@@ -6,6 +6,9 @@ in a job that a shell starts: the launcher is a child of the test, all processes
 environments. What needs another process still starts from nothing: other variables that torch or Python read while
 they start, another seed of hashes, inherited files, and tests that are marked ``cold_start``. ``make test COLD=1``
 starts all from nothing.
+
+A script of a test, ``python SCRIPT`` or ``python -c CODE``, starts from there too if its environment has :data:`WARM`, and
+so does a command that runs on a host of ``netns.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
+
+import inside
 
 PRELOADED = ("torch", "torch._dynamo", "holdfast.distributed", "holdfast.session.session", "holdfast.comm.c10d")
 """As the fork server does."""
@@ -55,6 +61,9 @@ READ_AT_START = re.compile(
 QUICK_START = str(Path(__file__).with_name("quick_start"))
 """Replaces slow imports in what starts from nothing."""
 PYTHON = sys.executable  # a test may put another one there
+WARM = "WARM_SCRIPT"
+SERVED = {str(Path(__file__).with_name("gloo.py"))}
+"""Scripts that start from here without :data:`WARM`."""
 HASH_SEED, SEARCHED = "PYTHONHASHSEED", "PYTHONPATH"
 SET_BY_IMPORTS = (HASH_SEED, SEARCHED, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 """The first two are compared apart; torch and scikit-learn set the others, in the process of pytest, too."""
@@ -99,17 +108,18 @@ class Stock:
     """A process that has imported torch, from which launchers are forked.
 
     Args:
-        env: The environment of the first launcher; what starts from here has the same, as far as it is read at the start.
+        env: What is read of the environment at the start of a process; what starts from here has the same.
+        folders: Folders of PYTHONPATH, among which may be the source that is tested.
     """
 
-    def __init__(self, env):
-        self.env = as_of_fork_server(read_at_start(env))
+    def __init__(self, env, folders):
+        self.env = as_of_fork_server(env)
         own = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "USER", "LANG", "LC_ALL")}
         whole = {
             **own,
             **self.env,
             "ROOM": "." * LONGEST,
-            SEARCHED: os.pathsep.join(searched(env)),
+            SEARCHED: os.pathsep.join(folders),
         }
         self.address = f"\0holdfast-tests-{os.getpid()}"  # an abstract one: no file
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -124,12 +134,13 @@ class Stock:
         self._process.wait()
 
 
-def fork_launcher(address, env, call):
-    """Have a launcher forked that is a child of this process, for ``call`` of ``subprocess``; return its PID."""
+def fork_launcher(address, env, call, host=""):
+    """Have a launcher or a script forked that is a child of this process, for ``call`` of ``subprocess``; return its PID."""
     group, cwd = call.get("process_group"), call["cwd"]
     request = {
         "args": [os.fspath(word) for word in call["args"]],
-        "env": env,
+        "env": {name: value for name, value in env.items() if name != WARM},
+        "host": host,
         "cwd": os.getcwd() if cwd is None else os.fspath(cwd),
         "new_session": call["start_new_session"],
         "group": group if group is not None and group >= 0 else None,
@@ -220,7 +231,7 @@ def fork_for_grandparent(connection):
 
 
 def become_launcher(request, files, address):
-    """Run ``python -m holdfast`` with the arguments, the environment and the files of who asked for it."""
+    """Run the command ``python ...`` with the arguments, the environment and the files of who asked for it."""
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
@@ -230,10 +241,35 @@ def become_launcher(request, files, address):
         os.setpgid(0, request["group"])
     if request["cwd"]:
         os.chdir(request["cwd"])
-    start_from_here(as_of_fork_server(request["env"]), address)
-    run_as_new(
-        request["args"], request["env"], lambda: runpy.run_module("holdfast", run_name="__main__", alter_sys=True)
-    )
+    if request["host"]:
+        inside.enter(request["host"])
+    args, env = request["args"], request["env"]
+    start_from_here(as_of_fork_server(env), "" if request["host"] else address)
+    if tuple(args[1:3]) == LAUNCHER:
+        run_as_new(args, env, lambda: runpy.run_module("holdfast", run_name="__main__", alter_sys=True))
+    else:
+        run_as_new(args, env, lambda: run_script(args))
+
+
+def run_script(args):
+    """Do what ``python SCRIPT`` or ``python -c CODE`` does."""
+    sys.modules["holdfast.distributed"].adapt_to_job()
+    module = sys.modules["__main__"] = types.ModuleType("__main__")  # for the life of the process
+    if args[1] == "-c":
+        code = compile(args[2], "<string>", "exec")
+    else:
+        module.__file__ = os.path.abspath(args[1])
+        code = compile(Path(args[1]).read_bytes(), module.__file__, "exec")
+    exec(code, vars(module))  # noqa: S102
+
+
+def argv_of(args):
+    """Return ``sys.argv`` and the folder that is searched first, as Python sets them."""
+    if args[1] == "-m":
+        return [importlib.util.find_spec(args[2]).origin, *args[3:]], os.getcwd()
+    if args[1] == "-c":
+        return ["-c", *args[3:]], ""
+    return args[1:], str(Path(args[1]).resolve().parent)
 
 
 def run_as_new(args, env, run):
@@ -242,8 +278,9 @@ def run_as_new(args, env, run):
     os.environ.clear()
     os.environ.update(env)
     show_start(args, env)
-    sys.orig_argv, sys.argv = list(args), [importlib.util.find_spec(args[2]).origin, *args[3:]]
-    sys.path.insert(0, os.getcwd())  # as python -m does
+    sys.orig_argv = list(args)
+    sys.argv, first = argv_of(args)
+    sys.path.insert(0, first)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of the process
     sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -294,7 +331,7 @@ def start_from_here(own_env, address):
     def execute_child(self, *values, **named):
         call = _signature.bind(self, *values, **named).arguments
         args, env = list(map(str, call["args"])), dict(os.environ if call["env"] is None else call["env"])
-        if is_launcher(call) and not differs(as_of_fork_server(env), own_env):
+        if address and is_launcher(call) and not differs(as_of_fork_server(env), own_env):
             self.pid = fork_launcher(address, env, call)
         elif imports_torch(args, env) and env.get(HASH_SEED) == own_env[HASH_SEED] and not differs(env, own_env):
             self.pid = os.fork()
@@ -312,14 +349,28 @@ def start_from_here(own_env, address):
 def is_launcher(call):
     """Return whether a call starts the command ``holdfast``, in a way that a process of the stock can stand for."""
     args = call["args"]
-    if isinstance(args, str | bytes) or tuple(args[1:3]) != LAUNCHER or args[0] != PYTHON:
+    return is_plain(call) and tuple(args[1:3]) == LAUNCHER and "--no-preload" not in args
+
+
+def is_script(call):
+    """Return whether a call starts a script of a test that a process of the stock can stand for."""
+    return is_plain(call) and (call["args"][1] in SERVED or WARM in environment_of(call))
+
+
+def environment_of(call):
+    return os.environ if call["env"] is None else call["env"]
+
+
+def is_plain(call):
+    """Return whether a call starts this Python as most calls do."""
+    args = call["args"]
+    if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != PYTHON:
         return False
     if call["preexec_fn"] or call["pass_fds"] or call["shell"] or call["executable"] or not call["close_fds"]:
         return False
     as_usual = call["umask"] < 0 and (call["uid"], call["gid"]) == (None, None)
-    env = os.environ if call["env"] is None else call["env"]
     is_short = len("".join(map(str, args))) < LONGEST // 2
-    return as_usual and is_short and "--no-preload" not in args and HASH_SEED not in env
+    return as_usual and is_short and HASH_SEED not in environment_of(call)
 
 
 def imports_torch(args, env):
@@ -384,7 +435,7 @@ def starter_main():
 
 
 class WarmStart:
-    """Makes ``subprocess`` start launchers from a :class:`Stock` in this process, where that makes no difference."""
+    """Makes ``subprocess`` start launchers and scripts from a :class:`Stock` in this process, where that makes no difference."""
 
     def __init__(self):
         self.stock = None
@@ -396,10 +447,12 @@ class WarmStart:
 
         def execute_child(self, *values, **named):
             call = _signature.bind(self, *values, **named).arguments
-            env = dict(os.environ if call["env"] is None else call["env"])
-            if not (warm.is_on and is_launcher(call) and warm.has_as_in(env)):
+            env, host = dict(environment_of(call)), ""
+            if isinstance(call["args"], list):
+                host, call["args"] = inside.split(call["args"])
+            if not (warm.is_on and (is_launcher(call) or is_script(call)) and warm.has_as_in(env)):
                 return _cold_execute_child(self, *values, **named)
-            self.pid = fork_launcher(warm.stock.address, env, call)
+            self.pid = fork_launcher(warm.stock.address, env, call, host)
             self._child_created = True
             self._close_pipe_fds(*(call[name] for name in PIPES))
             return None
@@ -411,7 +464,7 @@ class WarmStart:
         if env.get("OMP_NUM_THREADS") != "1":
             return False  # its imports start threads, and it cannot be forked
         if self.stock is None:
-            self.stock = Stock(env)
+            self.stock = Stock(read_at_start(env), searched(env))
         return not differs(as_of_fork_server(env), self.stock.env)
 
     def close(self):

@@ -1,6 +1,5 @@
 """A job with a dashboard, for tests and pictures of its page."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from jobs import clean_env, free_port
+from jobs import clean_env, free_port, read_report
 
 SCRIPT = Path(__file__).with_name("train_watched.py")
 
@@ -50,8 +49,4 @@ class WatchedJob:
         raise AssertionError(self.printed())
 
     def report(self):
-        report = json.loads((self.folder / "out" / "report.json").read_text())
-        report["_events"] = [
-            json.loads(line) for line in (self.folder / "out" / "events.jsonl").read_text().splitlines()
-        ]
-        return report
+        return read_report(self.folder / "out")

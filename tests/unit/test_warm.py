@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_env
+from warm import WARM
 
 SCRIPT = """
 import os, pathlib, sys, time  # torch
@@ -49,3 +50,29 @@ def test_a_job_from_the_stock_is_like_one_that_starts_from_nothing_also_after_a_
     assert from_stock[2]
     warm_start.is_on = False
     assert started(tmp_path) == from_stock
+
+
+ALONE = """
+import atexit, os, sys
+import torch
+atexit.register(lambda: print("left", END))
+END = 3
+print(sys.argv, sys.path[0], __name__, __file__, os.getcwd(), os.environ.get("MARK"), flush=True)
+sys.exit(END)
+"""
+
+
+def test_a_script_from_the_stock_is_like_one_that_starts_from_nothing(tmp_path, warm_start):
+    (tmp_path / "alone.py").write_text(ALONE)
+
+    def done(**env):
+        command = [sys.executable, "alone.py", "a", "b"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean_env(MARK="it", **env), capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    from_stock = done(**{WARM: ""})
+    assert from_stock == done()
+    assert from_stock[0] == 3
+    assert from_stock[1].endswith("\nleft 3\n")
