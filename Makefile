@@ -57,7 +57,7 @@ demo: $(READY)  ## Train with four workers, kill two of them under each strategy
 
 # The seed of the draw is that of the commit: another commit, other long tests; the same once more, the same ones.
 test: $(READY)  ## Every test but the long campaigns, and a twentieth of these: kills real processes, minutes; SEED=7
-	$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --draw $(or $(SEED),$(DRAW)) $(if $(COLD),--cold-start)  # on two cores, too: jobs wait
+	$(PY) -m pytest -n 5 --dist loadfile --no-loadscope-reorder --draw $(or $(SEED),$(DRAW)) $(if $(COLD),--cold-start)  # on two cores, too: jobs wait
 
 test-torch:  ## Contract, backend and exactness with another torch: make test-torch VERSION=2.14.1
 	@test -n "$(VERSION)" || { echo "say which torch: make test-torch VERSION=2.14.1" >&2; exit 1; }

@@ -534,7 +534,7 @@ def test_no_two_public_classes_have_the_same_name():
 
 
 AROUND_THE_CORE = {"distributed", "integrations", "observe", "tools"}
-MOST_LINES = {"core": 55_200, "runtime": 75_200, "laboratory": 36_000}
+MOST_LINES = {"core": 55_250, "runtime": 75_200, "laboratory": 35_900}
 """Budgets. A room that is full is redrawn: growth in one place needs a deletion in another."""
 OF_RUNTIME = [path for path in FILES if path.is_relative_to(SOURCE / RUNTIME)]
 MOST_LINES_OF_FILE, MOST_LINES_OF_FUNCTION, MOST_PARAMETERS, MOST_LOOSE_MODULES = 500, 60, 10, 4
