@@ -160,6 +160,7 @@ def test_a_worker_that_leaves_its_first_loop_ends_training_for_all(tmp_path):
     assert "all workers stop training after the same step" in report["_stdout"]
     ends = dict(re.findall(r"rank (\d) steps (\d+)", report["_stdout"]))
     assert ends == {"0": "2", "1": "2", "2": "2"}
+    assert report["restarts"] == 0, "the one that left it begins no further loop, in which it would wait for the others"
     assert len(weights(report)) == 1
     assert steps(tmp_path / "c") == [2]
 

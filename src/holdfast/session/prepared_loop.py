@@ -87,6 +87,7 @@ class PreparedLoop:
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Yield this worker's slices of all mini-batches of one pass over ``loader``."""
+        self.finish()  # first: the loop that this worker has left may end training for all
         if self.has_stopped:
             return
         self._open(loader, hooks=True)
