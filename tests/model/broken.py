@@ -32,6 +32,13 @@ class WithoutHearing(Protocol):
         return super()._regroup(RegroupLine.SHRINK if self.state is RegroupLine.REVOKE else line)
 
 
+class WithoutShrink(Protocol):
+    """Goes on with the communicator that has the dead in it; the study of parallelism explores it."""
+
+    def _regroup(self, line: RegroupLine) -> list[Action]:
+        return super()._regroup(RegroupLine.SHARE if self.state is RegroupLine.HEARD else line)
+
+
 class WithoutFence(Protocol):
     """Uses the new communicator though others may still be making it."""
 
