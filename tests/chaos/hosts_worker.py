@@ -104,7 +104,8 @@ def contract(*victims):
     check_communicator(comm, die, tuple(map(int, victims)))
     for order in ("fold", "tree"):
         add = make_sum(order)
-        report(order, taken(add), sha256(add(SPAN, owners())), "in-place" if add.in_place else "copied")
+        state = sha256(add(SPAN, owners()))  # before it is asked which way it took
+        report(order, taken(add), state, "in-place" if add.in_place else "copied")
 
 
 def recover():

@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_reference.py"
     ("strategy", "specs", "policies"),
     [
         ("forward", ["kill:rank=0,step=6,phase=allreduce,bucket=1"], ["--rescale", "original"]),
+        ("rollback", ["kill:rank=2,step=5,phase=backward"], ["--split", "even", "--seed", 11]),
         ("rollback", ["kill:rank=1,step=3,phase=optimizer", "kill:rank=0,step=8"], ["--batch", "local"]),
     ],
 )
