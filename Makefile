@@ -70,8 +70,7 @@ integrations: .venv-integrations/.ready  ## The frameworks that Holdfast works w
 torch-suite: .venv-torch-suite/.ready  ## PyTorch's own tests of torch.distributed, on Gloo and on this backend over both fabrics: minutes
 	.venv-torch-suite/bin/python tests/torch_suite
 
-nightly: torch-suite soak-20  ## What is too long for every change: PyTorch's own tests, a real Slurm, twenty minutes of random faults and of attacks
-	$(MAKE) --no-print-directory integrations ONLY=slurm
+nightly: torch-suite soak-20  ## What is too long for every change: PyTorch's own tests, twenty minutes of random faults and of attacks
 	$(MAKE) --no-print-directory chaos MINUTES=20 SEED=$$(date +%Y%j0000)
 
 ray: .venv-ray/.ready  ## The trainer for Ray, on a cluster of four nodes on this machine: minutes
