@@ -1,4 +1,4 @@
-"""Lets Accelerate and Lightning use this backend, which know all backends or launchers by name; notes sharded optimizers.
+"""Lets Accelerate, Lightning and Dynamo work with this backend, which know backends by name; notes sharded optimizers.
 
 Their modules are changed when they are imported, and only in a process of a Holdfast job. In any other process, and for
 any other backend, they stay as they are.
@@ -75,7 +75,15 @@ def _agree_on_a_survivor(module: ModuleType) -> None:
     agree_on_common_rank(module.DistributedDataParallel, survivor)
 
 
+def _keep_out_of_graphs(module: ModuleType) -> None:
+    """Keep Dynamo from tracing this package: in a compiled forward pass DDP calls the backend, which waits for ranks."""
+    add = getattr(module, "add", None)  # another version of torch may have another name for it
+    if add is not None:
+        add(__name__.partition(".")[0])
+
+
 _CHANGES: dict[str, Change] = {
+    "torch._dynamo.trace_rules": _keep_out_of_graphs,
     "torch.nn.parallel.distributed": _agree_on_a_survivor,
     "accelerate.state": _accept_backend,
     "torch.distributed.optim.zero_redundancy_optimizer": _watch_sharded_optimizer,
