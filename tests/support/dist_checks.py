@@ -449,6 +449,18 @@ def all_to_all_single_in_unequal_parts(job):
 
 
 @check
+def all_to_all_single_of_rows_that_cannot_be_divided(job):
+    """Scripts try it out, and catch what the backends of torch raise."""
+    rows = job.size + 1
+    try:
+        dist.all_to_all_single(torch.zeros(rows), torch.zeros(rows))
+    except RuntimeError:
+        return
+    message = f"{rows} rows should have been refused"
+    raise AssertionError(message)
+
+
+@check
 def all_to_all_single_to_one_receiver(job):
     here = job.size if job.rank == 0 else 0
     given = torch.empty(2 * here)

@@ -21,7 +21,7 @@ from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import Fate, seen
 from holdfast.distributed.staging import current_staging
 from holdfast.distributed.tasks import Collective, CollectiveCall
-from holdfast.distributed.tensors import check_device
+from holdfast.distributed.tensors import WrongArgument, check_device
 from holdfast.distributed.work import PendingWork
 from holdfast.errors import RanksLost, ScriptError
 
@@ -118,7 +118,7 @@ class GroupBase(ProcessGroup):
         for tensor in call.result:
             check_device(tensor, what, call.layout)
         if root is not None and not 0 <= root < self.size():
-            raise ValueError(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
+            raise WrongArgument(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
         staging = current_staging()
         if staging is not None:
             call = dataclasses.replace(
@@ -191,7 +191,7 @@ class GroupBase(ProcessGroup):
     def _check_count(self, parts: Tensors, what: str) -> None:
         # Ranks may fail at any moment: the number of survivors is compared later, on all ranks alike.
         if not 0 < len(parts) <= self.size() or (len(parts) < self.size() and not self._members.dead):
-            raise ValueError(f"{what} needs one tensor per rank of the group, {self.size()}, got {len(parts)}")
+            raise WrongArgument(f"{what} needs one tensor per rank of the group, {self.size()}, got {len(parts)}")
 
     def _check_list(self, parts: Tensors, like: torch.Tensor, what: str) -> None:
         self._check_count(parts, what)
@@ -201,7 +201,7 @@ class GroupBase(ProcessGroup):
     @staticmethod
     def _check_like(part: torch.Tensor, like: torch.Tensor, what: str) -> None:
         if part.dtype != like.dtype or part.numel() != like.numel():
-            raise ValueError(
+            raise WrongArgument(
                 f"{what} needs tensors of one dtype and size, got {part.dtype} {tuple(part.shape)} and"
                 f" {like.dtype} {tuple(like.shape)}"
             )
@@ -210,14 +210,14 @@ class GroupBase(ProcessGroup):
         """Return ``whole`` cut into pieces of the size of ``part``, one per rank."""
         count = whole.numel() // part.numel() if part.numel() and self._members.dead else self.size()
         if whole.dtype != part.dtype or whole.numel() != count * part.numel():
-            raise ValueError(
+            raise WrongArgument(
                 f"{what} of {count} ranks needs {count} x {part.numel()} elements of {part.dtype}, got"
                 f" {whole.numel()} of {whole.dtype}"
             )
         if whole.is_contiguous():
             return list(whole.view(count, part.numel()))
         if not whole.dim() or whole.shape[0] % count:
-            raise ValueError(f"{what} needs a contiguous tensor, or a first dimension divisible by {count} ranks")
+            raise WrongArgument(f"{what} needs a contiguous tensor, or a first dimension divisible by {count} ranks")
         return list(whole.split(whole.shape[0] // count))
 
     def _check_fits(self, parts: Tensors | None, what: str, fate: Fate) -> None:

@@ -19,7 +19,7 @@ from holdfast.distributed.members import GroupMembers
 from holdfast.distributed.parts import EXCHANGED, Fate, seen
 from holdfast.distributed.seats import SeatFiller
 from holdfast.distributed.tasks import CollectiveCall
-from holdfast.distributed.tensors import bytes_of, one, overwrite, plain, split
+from holdfast.distributed.tensors import WrongArgument, bytes_of, one, overwrite, plain, split
 
 
 class MoveCollectives(GroupBase):
@@ -180,7 +180,7 @@ class MoveCollectives(GroupBase):
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         """Send one tensor to each rank, and receive one from each."""
         if len(outputs) != len(inputs):
-            raise ValueError(f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
+            raise WrongArgument(f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
         self._check_count(inputs, "all_to_all")
         return self._alltoall(list(outputs), list(inputs), "all_to_all", list(outputs))
 

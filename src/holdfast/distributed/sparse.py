@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp, Work
 
 from holdfast.distributed.group_base import GroupBase
 from holdfast.distributed.tasks import CollectiveCall
-from holdfast.distributed.tensors import check_layout, scaled, type_of
+from holdfast.distributed.tensors import WrongArgument, check_layout, scaled, type_of
 from holdfast.errors import ScriptError
 
 _WIDTH = 30
@@ -24,9 +24,9 @@ class SparseCollectives(GroupBase):
         """Sum a sparse tensor over all ranks, in place: the terms of an element are added in rank order."""
         check_layout(tensor, what, torch.sparse_coo)
         if tensor.device.type != "cpu":
-            raise ValueError(f"{what} of a sparse tensor needs it on the CPU, got {tensor.device}")
+            raise WrongArgument(f"{what} of a sparse tensor needs it on the CPU, got {tensor.device}")
         if type_of(op) != ReduceOp.SUM:
-            raise ValueError(f"{what} of sparse tensors is a sum, got {op}")
+            raise WrongArgument(f"{what} of sparse tensors is a sum, got {op}")
         call_site = self._call_site()
         in_ddp = call_site.is_backward
         fate = self._fate(call_site, [tensor])

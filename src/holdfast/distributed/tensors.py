@@ -27,10 +27,14 @@ ORDER_OF = {
 _NAMES = {member: name for name, member in ReduceOp.RedOpType.__members__.items()}
 
 
+class WrongArgument(RuntimeError, ValueError):
+    """An argument that a collective cannot take: torch's backends raise RuntimeError, its Python code ValueError."""
+
+
 def one(tensors: Sequence[Any], what: str) -> Any:
     """Return the only element of a list that torch passes."""
     if len(tensors) != 1:
-        raise ValueError(f"{what} takes one tensor per rank, got {len(tensors)}")
+        raise WrongArgument(f"{what} takes one tensor per rank, got {len(tensors)}")
     return tensors[0]
 
 
@@ -41,10 +45,10 @@ def check_device(tensor: torch.Tensor, what: str, layout: torch.layout = torch.s
 
 
 def check_layout(tensor: torch.Tensor, what: str, layout: torch.layout) -> None:
-    """Raise ``ValueError`` unless a tensor has this layout."""
+    """Raise :class:`WrongArgument` unless a tensor has this layout."""
     if tensor.layout != layout:
         wanted = "dense" if layout == torch.strided else "sparse COO"
-        raise ValueError(f"{what} needs a {wanted} tensor, got one of layout {tensor.layout}")
+        raise WrongArgument(f"{what} needs a {wanted} tensor, got one of layout {tensor.layout}")
 
 
 def type_of(op: Any) -> Any:
@@ -64,31 +68,33 @@ def factor_of(op: Any) -> Any:
 
 
 def kind_of(op: Any, tensor: torch.Tensor) -> Any:
-    """Return the reduction; ``ValueError`` if it is not defined for the tensor's dtype."""
+    """Return the reduction; :class:`WrongArgument` if it is not defined for the tensor's dtype."""
     check_device(tensor, "a reduction")
     kind = next((candidate for candidate in ORDER_OF if type_of(op) == candidate), None)
     if kind is None:
-        raise ValueError(f"reduction {op} is not supported, expected one of {', '.join(_NAMES[k] for k in ORDER_OF)}")
+        raise WrongArgument(
+            f"reduction {op} is not supported, expected one of {', '.join(_NAMES[k] for k in ORDER_OF)}"
+        )
     name, dtype = ORDER_OF[kind], tensor.dtype
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if (name in ("and", "or", "xor") and is_inexact) or (name in ("min", "max") and dtype.is_complex):
-        raise ValueError(f"reduction {_NAMES[kind]} is not defined for {dtype}")
+        raise WrongArgument(f"reduction {_NAMES[kind]} is not defined for {dtype}")
     if kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and not is_inexact:
-        raise ValueError(f"reduction {_NAMES[kind]} needs a floating-point dtype, got {dtype}")
+        raise WrongArgument(f"reduction {_NAMES[kind]} needs a floating-point dtype, got {dtype}")
     _try_out(name, dtype, divides=kind is ReduceOp.AVG)
     return kind
 
 
 @functools.cache
 def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
-    """Raise ``ValueError`` if torch cannot do this: a later failure, on some ranks only, would block the others."""
+    """Raise :class:`WrongArgument` if torch cannot do this: a later failure, on some ranks only, would block the others."""
     out = torch.ones(1, dtype=dtype)
     try:
         ORDERS[order]([(n, torch.ones(1, dtype=dtype)) for n in range(3)], out)
         if divides:
             out.div_(3)
     except RuntimeError as error:
-        raise ValueError(f"this reduction is not supported for {dtype}: {error}") from error
+        raise WrongArgument(f"this reduction is not supported for {dtype}: {error}") from error
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,8 +134,8 @@ def split(whole: torch.Tensor, sizes: Sequence[int] | None, count: int, what: st
     rows = whole.shape[0] if whole.dim() else 0
     if not sizes:
         if rows % count:
-            raise ValueError(f"{what} without sizes needs a first dimension divisible by {count} ranks, got {rows}")
+            raise WrongArgument(f"{what} without sizes needs a first dimension divisible by {count} ranks, got {rows}")
         sizes = [rows // count] * count
     if len(sizes) != count or sum(sizes) != rows:
-        raise ValueError(f"{what} needs {count} sizes that add up to the first dimension {rows}, got {list(sizes)}")
+        raise WrongArgument(f"{what} needs {count} sizes that add up to the first dimension {rows}, got {list(sizes)}")
     return list(whole.split(list(sizes)))
