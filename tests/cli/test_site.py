@@ -10,7 +10,12 @@ import pytest
 import holdfast
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 400
+"""40 s of processor time: minutes where the other tests keep all cores busy."""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,7 @@ def site(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return folder / "html"
