@@ -334,8 +334,8 @@ def test_continuous_integration_runs_the_tests_fails_with_them_and_says_what_eac
     )
 
     called = (tmp_path / "called").read_text().splitlines()
-    parts = ["setup", "test", f"test-torch VERSION={TRIED}", "integrations ONLY=core"]
-    assert called == parts[: {"setup": 1, "test": 2, "test-torch": 3}.get(failing, 4)]
+    parts = ["setup", "test", f"test-torch VERSION={TRIED}", "integrations ONLY=core", "integrations ONLY=slurm"]
+    assert called == parts[: {"setup": 1, "test": 2, "test-torch": 3, "integrations": 4}.get(failing, 5)]
     assert (ended.returncode == 0) == (failing is None)
     times = [re.sub(r"\d+ s$", "T", line) for line in ended.stdout.splitlines()]
     assert times == [f"make {each}: {'failed after ' if each.split()[0] == failing else ''}T" for each in called]

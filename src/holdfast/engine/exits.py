@@ -28,7 +28,7 @@ _DAEMONS = ("prterun", "prted", "mpirun")
 """Names of the Open MPI processes that start workers."""
 _LET_OUTPUT_THROUGH_S = 0.3
 _END_WITHIN_S = 10.0
-_SAY_S = 1.0
+_SAY_S = 2.0
 """Before the stacks are printed, the process beside this one says for which ones it has waited."""
 
 
@@ -65,7 +65,9 @@ def stacks_and_exit_after(limit_s: float | None) -> Iterator[None]:
         return
     beside = None
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("mpi_start.py")), str(limit_s)]
+        # It gets the moment from which the limit counts: on a busy machine it starts late, and would speak too late.
+        times = (str(limit_s), str(time.monotonic()))
+        command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("mpi_start.py")), *times]
         beside = run_aside(
             "the process that says for which ones this one waits",
             lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL),

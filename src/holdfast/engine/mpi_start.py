@@ -1,6 +1,6 @@
 """A process beside ``MPI_Init``, which keeps Python's lock: says for which processes of mpirun its parent waits.
 
-Run as a file, with the seconds until the parent gives up; it imports nothing of Holdfast, and ends with its parent.
+Run as a file, with the seconds until the parent gives up, and since when they count (``time.monotonic``); it imports nothing of Holdfast, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _FIRST_LINE_S, _LINE_EVERY_S = 10.0, 30.0
 _LOOK_S = 0.5
 
 
-def main(limit_s: float) -> None:
+def main(limit_s: float, began_s: float) -> None:
     """Say it after 10 s, 30 s and then every 30 s, and at the end, in the lowest rank of this machine that runs."""
-    parent, began_s, due_s = os.getppid(), time.monotonic(), _FIRST_LINE_S
+    parent, due_s = os.getppid(), _FIRST_LINE_S
     while os.getppid() == parent and (waited_s := time.monotonic() - began_s) < limit_s:
         if waited_s >= due_s:
             due_s = _LINE_EVERY_S * (waited_s // _LINE_EVERY_S + 1)
             _say(f"for {waited_s:.0f} s", "waits for", f"after {limit_s:g} s (HOLDFAST_START_TIMEOUT_S) the job ends")
-        time.sleep(min(_LOOK_S, limit_s))
+        time.sleep(max(0.0, min(_LOOK_S, began_s + limit_s - time.monotonic())))
     if os.getppid() == parent:
         _say(f"after {limit_s:g} s", "ends; it waited for", "HOLDFAST_START_TIMEOUT_S sets another limit")
 
@@ -57,4 +57,4 @@ def _running(job: str) -> set[int]:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(*map(float, sys.argv[1:]))
