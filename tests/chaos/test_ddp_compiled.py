@@ -11,9 +11,17 @@ SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
 
+class Net(nn.Module):  # of a Sequential of torch's own layers Dynamo makes no graph, also over Gloo
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
 dist.init_process_group("holdfast")
 torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+model = nn.parallel.DistributedDataParallel(Net())
 compiled, graphs = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward), []
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(8):
