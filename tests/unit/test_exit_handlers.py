@@ -104,7 +104,7 @@ def test_a_call_that_keeps_pythons_lock_ends_with_the_stacks_of_its_process():
     )
 
     assert done.returncode == 1
-    assert "Timeout (0:00:01.500000)!" in done.stderr
+    assert "Timeout (0:00:02.500000)!" in done.stderr
     assert 'File "<string>", line 7 in <module>' in done.stderr
 
 
