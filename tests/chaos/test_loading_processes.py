@@ -96,3 +96,27 @@ def test_a_script_without_a_guard_whose_loading_process_imports_it_ends_with_wha
     assert 'what trains must stand under `if __name__ == "__main__":`' in done.stderr
     assert "are restarted" not in done.stdout + done.stderr
     assert "trained" not in done.stdout
+
+
+BARE_DDP = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+dist.init_process_group("holdfast")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+for (x,) in DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=8, num_workers=1, multiprocessing_context="spawn"):
+    model(x).pow(2).mean().backward()
+print("trained")
+"""
+
+
+def test_such_a_ddp_script_is_at_fault_itself_and_no_rank_ends_in_its_place(tmp_path):
+    script = tmp_path / "bare.py"
+    script.write_text(BARE_DDP)
+
+    done = holdfast("run", "-n", 2, "--fabric", "gloo", script)
+
+    assert done.returncode == 93
+    assert "this process was started by the script of a worker, imports the script again" in done.stdout + done.stderr
+    assert "the others continue" not in done.stdout + done.stderr
+    assert "trained" not in done.stdout

@@ -69,6 +69,10 @@ def test_what_the_system_refused_to_torch_is_no_error_of_the_script(text, number
 
 
 def test_other_errors_of_torch_are_the_scripts():
+    raised = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    raised.__cause__ = RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 1. Details are lost")
+    assert refusal_to_torch(raised) is None
+    assert script_failure.is_bug(raised)
     assert refusal_to_torch(RuntimeError("mat1 and mat2 shapes cannot be multiplied (28)")) is None
     assert refusal_to_torch(OSError("DataLoader worker (pid 7) is killed by signal: Killed. ")) is None
     assert script_failure.is_bug(RuntimeError("DataLoader worker (pid 7) raised"))

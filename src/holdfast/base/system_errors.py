@@ -81,8 +81,10 @@ def _as_os_error(error: BaseException) -> BaseException:
 
 
 def refusal_to_torch(error: BaseException) -> OSError | None:
-    """Return what the system refused, if torch raised ``error`` and only its text says so: whoever called torch."""
-    text = str(error) if isinstance(error, RuntimeError) else ""
+    """Return what the system refused, if torch raised ``error`` and only its text, or that of its cause, says so."""
+    text = f"{error}\n{error.__cause__ or ''}" if isinstance(error, RuntimeError) else ""
+    if "exited unexpectedly with exit code" in text:  # the process has raised, and nothing ended it from outside
+        return None
     return next((OSError(number, what) for pattern, number, what in _OF_TORCH if pattern.search(text)), None)
 
 

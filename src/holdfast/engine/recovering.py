@@ -75,7 +75,7 @@ class RecoveringLoop(Regrouping):
         self._trainable = trainable
         self._is_newcomer = is_newcomer
         self._flags = NO_NOTE
-        """Flags from commit votes that are not acted on yet; who missed a vote receives them when progress is shared."""
+        """Flags from commit votes that are not acted on yet; a worker that missed a vote receives them when progress is shared."""
         self._save_due = False
         """Whether a checkpoint was requested; set from a step's commit vote until the step is durable."""
         self._outcome = "done"

@@ -75,7 +75,7 @@ class HostBarrier:
         own_row = self._words[self._me]
         own_row[_GIVEN] = _LOWEST
         own_row[_GIVEN][: len(values)] = values
-        own_row[_ARRIVED] = self._phase  # last: whoever sees it sees the values, too (ORDERED_STORES)
+        own_row[_ARRIVED] = self._phase  # last: a worker that sees it sees the values, too (ORDERED_STORES)
         first = self._words[self._firsts[self._host]]
         with waiting:
             if self._me == self._firsts[self._host]:
